@@ -1,0 +1,78 @@
+"""What the user says about images and views: frozen sections, without any NVIDIA import."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, NaN and infinity refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class DataSpec(Section):
+    """Where the images are, and how they are read."""
+
+    path: str = Field("", description="Folder or file with the training images.")
+    test_path: str | None = Field(
+        None,
+        description="Labelled test images for kNN, in a source of the same kind. "
+        "Not needed where `path` itself holds a test split (IDX, CIFAR).",
+    )
+    kind: Literal["auto", "folder", "idx", "cifar"] = Field(
+        "auto", description="How `path` is read; `auto` decides by looking at it."
+    )
+    channels: Literal[1, 3] = Field(3, description="Channels the model sees: images are converted to grey or RGB.")
+    threads: Count | None = Field(
+        None, description="DALI threads of each worker; null: the cores of the machine divided by its workers."
+    )
+    prefetch: Count = Field(2, description="Batches prepared ahead of training.")
+
+
+class JitterSpec(Section):
+    """Colour jitter, torchvision's `ColorJitter` in random order: factors from [1 - x, 1 + x], hue from [-x, x] turns."""
+
+    prob: Probability = Field(0.8, description="Share of views that get colour jitter.")
+    brightness: Annotated[float, Field(ge=0, le=1)] = Field(0.4, description="Largest change of brightness.")
+    contrast: Annotated[float, Field(ge=0, le=1)] = Field(0.4, description="Largest change of contrast.")
+    saturation: Annotated[float, Field(ge=0, le=1)] = Field(0.2, description="Largest change of saturation.")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.1, description="Largest shift of hue, in turns.")
+
+
+class ViewsSpec(Section):
+    """The two random views of an image. Defaults: the reference recipe (arXiv:2103.03230, section 2 and appendix A)."""
+
+    size: Annotated[int, Field(ge=8, le=1024)] = Field(224, description="Height and width of a view, in pixels.")
+    crop_area: tuple[Positive, Positive] = Field((0.08, 1.0), description="Share of the image's area a crop takes.")
+    crop_ratio: tuple[Positive, Positive] = Field((3 / 4, 4 / 3), description="Width / height of a crop.")
+    flip: Probability = Field(0.5, description="Share of views mirrored left-right.")
+    jitter: JitterSpec = Field(JitterSpec(), description="Colour jitter (no hue or saturation on 1-channel data).")
+    grey: Probability = Field(0.2, description="Share of views turned grey (no effect on 1-channel data).")
+    blur: tuple[Probability, Probability] = Field((1.0, 0.1), description="Share of blurred views: first, second view.")
+    blur_sigma: tuple[Positive, Positive] = Field((0.1, 2.0), description="Standard deviation of the blur, in pixels.")
+    solarize: tuple[Probability, Probability] = Field(
+        (0.0, 0.2), description="Share of solarized views: first, second view."
+    )
+    mean: tuple[float, ...] = Field((0.485, 0.456, 0.406), description="Mean per channel, of pixels in [0, 1].")
+    std: tuple[Positive, ...] = Field((0.229, 0.224, 0.225), description="Standard deviation per channel, likewise.")
+    antialias: bool = Field(True, description="Bicubic resize with antialiasing, as PIL does it.")
+    test_crop: Annotated[float, Field(gt=0, le=1)] = Field(
+        224 / 256, description="Evaluation: the short side becomes size / test_crop, the centre is cut out."
+    )
+
+    @model_validator(mode="after")
+    def _ranges(self) -> "ViewsSpec":
+        for key in ("crop_area", "crop_ratio", "blur_sigma"):
+            low, high = getattr(self, key)
+            if low > high:
+                raise ValueError(f"{key}: the range {low} .. {high} is empty; write the smaller number first")
+        if self.crop_area[1] > 1:
+            raise ValueError(f"crop_area: {self.crop_area[1]} is more than the whole image; the most is 1")
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; give one each per channel")
+        return self
