@@ -35,7 +35,7 @@ class DataSpec(Section):
 
 
 class JitterSpec(Section):
-    """Colour jitter, torchvision's `ColorJitter` in random order: factors from [1 - x, 1 + x], hue from [-x, x] turns."""
+    """Colour jitter in random order, as torchvision's: factors from [1 - x, 1 + x], hue from [-x, x] turns."""
 
     prob: Probability = Field(0.8, description="Share of views that get colour jitter.")
     brightness: Annotated[float, Field(ge=0, le=1)] = Field(0.4, description="Largest change of brightness.")
