@@ -1,0 +1,225 @@
+"""One run in MLflow, as the sender sees it.
+
+The only module that imports mlflow, and only in the sender's thread: the import takes 3 s, a new SQLite store 7 s.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import ssl
+import tempfile
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from pipeline.journal import Record, read
+from pipeline.sender import FileRefused, Point, Refused, without_password
+
+_LONGEST_VALUE = 500  # characters of a parameter or tag; config.yaml is stored whole
+_ENTITIES = 100  # parameters or tags that MLflow takes in a request
+_ENVIRONMENT = {
+    # By default one call to a dead server blocks for 247 s. The sender does the repeating; a value of the user's wins.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    # MLflow reports its use to a server of its own, with a thread and an exit hook that wait for the network.
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values as dotted keys and short texts, as parameters and tags are shown."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            text = json.dumps(value) if isinstance(value, list | tuple) else str(value)
+            flat[f"{prefix}{key}"] = text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+    return flat
+
+
+class MlflowStore:
+    """`pipeline.sender.Store` on MLflow's client. Made and used in the sender's thread."""
+
+    def __init__(self, uri: str, output: Path, journal: Path, begin: int) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if uri.startswith("http"):
+            _check_answers(uri)
+        import mlflow
+
+        for name in ("mlflow.store.db.utils", "alembic"):  # a new SQLite store tells of each table
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._output = output
+        with _only_one_creates(uri):
+            self._client = mlflow.MlflowClient(uri)
+            self._experiment = self._experiment_id(next(read(journal, begin)).body["experiment"], uri)
+
+    def _experiment_id(self, name: str, uri: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        existing = self._client.get_experiment_by_name(name)
+        if existing is None:
+            location = None if uri.startswith(("http", "databricks")) else str(_artifact_folder(uri, self._output))
+            try:
+                return self._client.create_experiment(name, artifact_location=location)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                existing = self._client.get_experiment_by_name(name)  # another job was quicker
+        assert existing is not None
+        if existing.lifecycle_stage != "active":
+            raise RuntimeError(f"the experiment {name} was deleted; restore it, or set tracking.experiment")
+        return existing.experiment_id
+
+    def is_live(self, run_id: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_run(run_id).info.lifecycle_stage == "active"
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+
+    def find_run(self, job: str) -> str | None:
+        found = self._client.search_runs([self._experiment], f"tags.job = '{job}'", max_results=1)
+        return found[0].info.run_id if found else None
+
+    def create_run(self, start: Record, continues: str | None) -> str:
+        tags = {"job": start.body["job"]} | ({"continues": continues} if continues else {})
+        run = self._client.create_run(
+            self._experiment, start_time=start.body["began"], tags=tags, run_name=start.body["name"]
+        )
+        return run.info.run_id
+
+    def highest_steps(self, run_id: str) -> dict[str, int]:
+        keys = self._client.get_run(run_id).data.metrics
+        return {key: max(m.step for m in self._client.get_metric_history(run_id, key)) for key in keys}
+
+    def begin(self, run_id: str, start: Record) -> None:
+        from mlflow.entities import Param, RunTag
+
+        present = self._client.get_run(run_id).data
+        self._client.update_run(run_id, status="RUNNING")
+        for key in ("error", "error.rank"):  # an earlier attempt's
+            if key in present.tags:
+                self._client.delete_tag(run_id, key)
+        params, tags = start.body["params"], dict(start.body["tags"])
+        if commit := tags.get("git_commit"):
+            tags["mlflow.source.git.commit"] = commit  # where MLflow's page looks for it
+        # MLflow refuses to change a parameter.
+        for key, old in present.params.items():
+            if key in params and params[key] != old:
+                tags |= flatten({f"changed.{key}": f"{old} -> {params[key]}"})
+        new = [Param(key, value) for key, value in params.items() if key not in present.params]
+        all_tags = [RunTag(key, value) for key, value in tags.items()]
+        for first in range(0, max(len(new), len(all_tags)), _ENTITIES):
+            part = slice(first, first + _ENTITIES)
+            with self._refusals(run_id):
+                self._client.log_batch(run_id, params=new[part], tags=all_tags[part])
+
+    def metrics(self, run_id: str, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        with self._refusals(run_id):
+            self._client.log_batch(run_id, metrics=[Metric(p.key, p.value, p.time, p.step) for p in points])
+
+    def tags(self, run_id: str, tags: dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        with self._refusals(run_id):
+            self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def image(self, run_id: str, record: Record) -> None:
+        # As MlflowClient.log_image names the two files that its page shows as a picture with a step slider, but
+        # with an id that follows from the record: a repeated upload then replaces the files instead of adding two.
+        key, step, stamp = record.body["key"], record.body["step"], record.time
+        unique = uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id} {key} {step} {stamp}")
+        name = f"{key.replace('/', '~')}+step+{step}+timestamp+{stamp}+{unique}"
+        with tempfile.TemporaryDirectory() as folder:
+            full, small = Path(folder, f"{name}.png"), Path(folder, f"{name}+compressed.webp")
+            try:
+                shutil.copyfile(self._output / record.body["file"], full)
+                with Image.open(full) as picture:
+                    picture.thumbnail((256, 256))
+                    picture.save(small)
+            except OSError as error:
+                raise Refused(str(error)) from None
+            for file in (full, small):
+                self._store_file(run_id, file, "images")
+        self.tags(run_id, {"mlflow.loggedImages": "True"})
+
+    def artifact(self, run_id: str, record: Record) -> None:
+        path = self._output / record.body["file"]
+        if not path.is_file():
+            raise Refused(f"{path} is not there")
+        self._store_file(run_id, path, record.body["artifact_path"])
+
+    def finish(self, run_id: str, status: str, time: int) -> None:
+        if self.is_live(run_id):
+            self._client.set_terminated(run_id, status, time)
+
+    def _store_file(self, run_id: str, path: Path, artifact_path: str | None) -> None:
+        try:
+            self._client.log_artifact(run_id, str(path), artifact_path)
+        except Exception as error:  # each artifact store has its own
+            self._client.get_run(run_id)  # raises when it is the server that is away
+            raise FileRefused(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from None
+
+    @contextmanager
+    def _refusals(self, run_id: str) -> Iterator[None]:
+        """Tell a record that is refused from a store that does not answer or has lost the run."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except MlflowException as error:
+            if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST") and self.is_live(run_id):
+                raise Refused(" ".join(str(error).split())[:300]) from None
+            raise
+
+
+def _artifact_folder(uri: str, output: Path) -> Path:
+    """Beside the database: where several jobs share one, its experiments share the folder."""
+    return (
+        Path(uri.removeprefix("sqlite:///")).parent / "artifacts"
+        if uri.startswith("sqlite:///")
+        else output / "artifacts"
+    )
+
+
+def _check_answers(uri: str) -> None:
+    """Raise unless something answers at `uri` within 3 s.
+
+    Cheaper to repeat than a call through MLflow, and said before its import, which can take 10 s beside training.
+    """
+    try:
+        urllib.request.urlopen(without_password(uri).rstrip("/") + "/health", timeout=3).close()
+    except urllib.error.HTTPError:
+        pass  # a proxy or a login page: MLflow's own call will tell
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # MLflow may know the certificate
+            raise
+
+
+@contextmanager
+def _only_one_creates(uri: str) -> Iterator[None]:
+    """Keep other jobs out while a SQLite file gets its tables: two at once leave a broken store."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    database = Path(uri.removeprefix("sqlite:///"))
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open(database.with_name(f"{database.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

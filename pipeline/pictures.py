@@ -1,0 +1,106 @@
+"""Pictures of a run, drawn with PIL alone: the same input gives the same bytes, and no plotting state is shared."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_SMALLEST_CELL = 96  # pixels; smaller views are enlarged, or nobody sees what the augmentation did
+_GAP = 4
+_HEADER = 28
+_WHITE = (255, 255, 255)
+_BLACK = (0, 0, 0)
+# Blue, white, red, after ColorBrewer's RdBu (colorbrewer2.org): both ends equally dark, so neither sign stands out.
+_MINUS, _ZERO, _PLUS = np.array([(33, 102, 172), (247, 247, 247), (178, 24, 43)], dtype=np.float32)
+_NOT_A_NUMBER = (0, 0, 0)
+_SMALLEST_MAP = 512  # pixels
+
+
+def contact_sheet(y1: Any, y2: Any, mean: Sequence[float], std: Sequence[float], rows: int = 8) -> np.ndarray:
+    """The first `rows` images of a batch, a row each: view 1, view 2, under a header.
+
+    Args:
+        y1, y2: (N, C, H, W) normalised views in CPU memory, arrays or tensors; C is 1 or 3.
+        mean, std: per channel, of pixels in [0, 1], as the views were normalised.
+
+    Returns:
+        (height, width, 3) uint8. Cells are H x W, times the smallest integer that makes them 96 px or more.
+    """
+    columns = [_pixels(views, mean, std, rows) for views in (y1, y2)]
+    count, height, width = columns[0].shape[:3]
+    sheet = Image.new("RGB", (2 * (width + _GAP) + _GAP, _HEADER + count * (height + _GAP)), _WHITE)
+    draw = ImageDraw.Draw(sheet)
+    for column, images in enumerate(columns):
+        left = _GAP + column * (width + _GAP)
+        draw.text((left, 5), f"view {column + 1}", fill=_BLACK, font=ImageFont.load_default(16))
+        for row, image in enumerate(images):
+            sheet.paste(Image.fromarray(image), (left, _HEADER + row * (height + _GAP)))
+    return np.asarray(sheet)
+
+
+def correlation_map(c: Any, max_cells: int = 256) -> np.ndarray:
+    """The cross-correlation matrix as a heat map: blue -1, white 0, red 1; black where it is not a number.
+
+    Above `max_cells` rows it is reduced by blocks. A cell is the entry of its block that is farthest from zero, so
+    that no correlated pair is averaged away; a cell on the diagonal is the mean of its block's diagonal entries.
+
+    Args:
+        c: (D, D) in CPU memory, array or tensor.
+
+    Returns:
+        (height, width, 3) uint8, with a colour bar. The scale is fixed, so that steps can be compared.
+    """
+    c = np.asarray(c, dtype=np.float32)
+    d = len(c)
+    assert c.shape == (d, d), c.shape
+    block = -(-d // max_cells)
+    colours = _diverging(_reduce(c, block))
+    cell = -(-_SMALLEST_MAP // len(colours))
+    heat = colours.repeat(cell, axis=0).repeat(cell, axis=1)
+    size = len(heat)
+    sheet = Image.new("RGB", (size + 96, _HEADER + size), _WHITE)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(16)
+    note = f"c, {d} x {d}" + (f", in blocks of {block} x {block}: largest entries" if block > 1 else "")
+    draw.text((_GAP, 5), note, fill=_BLACK, font=font)
+    sheet.paste(Image.fromarray(heat), (0, _HEADER))
+    bar = _diverging(np.linspace(1, -1, size, dtype=np.float32)[:, None]).repeat(24, axis=1)
+    sheet.paste(Image.fromarray(bar), (size + 16, _HEADER))
+    for value in (1, 0.5, 0, -0.5, -1):
+        # The text's middle at its value, kept inside the picture at both ends.
+        y = _HEADER + min(max((1 - value) / 2 * size, 9), size - 9)
+        draw.text((size + 46, y), f"{value:g}", fill=_BLACK, font=font, anchor="lm")
+    return np.asarray(sheet)
+
+
+def _pixels(views: Any, mean: Sequence[float], std: Sequence[float], rows: int) -> np.ndarray:
+    """(N, C, H, W) normalised → (rows, height, width, 3) uint8, enlarged by repeating pixels."""
+    images = np.asarray(views[:rows], dtype=np.float32).transpose(0, 2, 3, 1)
+    images = images * np.asarray(std, dtype=np.float32) + np.asarray(mean, dtype=np.float32)
+    images = np.rint(images.clip(0, 1) * 255).astype(np.uint8)
+    factor = -(-_SMALLEST_CELL // min(images.shape[1:3]))
+    images = images.repeat(factor, axis=1).repeat(factor, axis=2)
+    return np.broadcast_to(images, (*images.shape[:3], 3))
+
+
+def _reduce(c: np.ndarray, block: int) -> np.ndarray:
+    if block == 1:
+        return c
+    starts = np.arange(0, len(c), block)
+    # Blocks of the last row and column may be smaller. NaN goes through both.
+    largest = np.maximum.reduceat(np.maximum.reduceat(c, starts, axis=0), starts, axis=1)
+    smallest = np.minimum.reduceat(np.minimum.reduceat(c, starts, axis=0), starts, axis=1)
+    reduced = np.where(largest >= -smallest, largest, smallest)
+    diagonal = np.add.reduceat(c.diagonal(), starts) / np.diff([*starts, len(c)])
+    np.fill_diagonal(reduced, diagonal)
+    return reduced
+
+
+def _diverging(values: np.ndarray) -> np.ndarray:
+    """(H, W) in [-1, 1] → (H, W, 3) uint8."""
+    share = np.nan_to_num(values.clip(-1, 1))[..., None]
+    colours = _ZERO + np.where(share >= 0, share * (_PLUS - _ZERO), -share * (_MINUS - _ZERO))
+    pixels = np.rint(colours).astype(np.uint8)
+    pixels[np.isnan(values)] = _NOT_A_NUMBER
+    return pixels
