@@ -135,8 +135,8 @@ def _uniform(seed: int, epoch: int, indices: NDArray[np.int64], view: int) -> ND
     counter[0] = np.arange(5)
     counter[1] = indices[:, None]
     counter[2], counter[3] = epoch, view
-    words = np.stack(philox(counter, (seed, _VIEWS)), axis=-1).reshape(len(indices), -1)
-    return words.view(np.uint32) * 2.0**-32
+    words = np.moveaxis(philox(counter, (seed, _VIEWS)), 0, -1).reshape(len(indices), -1)
+    return words.view(np.uint32) * np.float64(2.0**-32)
 
 
 def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:

@@ -1,0 +1,100 @@
+"""Data sets packed into a few files, as they are handed round: MNIST's IDX format and CIFAR's Python batches."""
+
+import gzip
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali.errors import InputError
+
+Split = Literal["train", "test"]
+Labelled = tuple[NDArray[np.uint8], NDArray[Any], list[str]]  # images, labels, names of the classes
+
+FASHION_MNIST = "/usr/share/datasets/fashion-mnist"  # where Debian's package dataset-fashion-mnist puts it
+FASHION_REMEDY = (
+    f"for Fashion-MNIST, `apt-get install dataset-fashion-mnist` puts it into {FASHION_MNIST}, "
+    "or give a folder with the four IDX files, data.path=FOLDER"
+)
+
+
+def idx_file(root: Path, stem: str) -> Path | None:
+    """`train-images` as train-images-idx3-ubyte, train-images.idx3-ubyte, either with .gz; None if there is none."""
+    digit = 3 if stem.endswith("images") else 1
+    names = (f"{stem}{dot}idx{digit}-ubyte{end}" for dot in "-." for end in ("", ".gz"))
+    return next((root / name for name in names if (root / name).is_file()), None)
+
+
+def read_idx_split(root: Path, split: Split, key: str) -> Labelled:
+    """MNIST's format: big-endian header, then bytes. Both splits lie in one folder."""
+    stem = {"train": "train", "test": "t10k"}[split]
+    images, labels = idx_file(root, f"{stem}-images"), idx_file(root, f"{stem}-labels")
+    if images is None or labels is None:
+        wanted = f"{stem}-images-idx3-ubyte" if images is None else f"{stem}-labels-idx1-ubyte"
+        raise InputError(f"{key}: {root} holds no {wanted} (or .gz); {FASHION_REMEDY}")
+    pixels, numbers = _read_idx(images, 3), _read_idx(labels, 1)
+    if len(pixels) != len(numbers):
+        raise InputError(f"{key}: {images} holds {len(pixels)} images, {labels} {len(numbers)} labels; get both again")
+    return pixels, numbers, [str(number) for number in range(int(numbers.max()) + 1)]
+
+
+def _read_idx(file: Path, dimensions: int) -> NDArray[np.uint8]:
+    try:
+        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{file}: cannot be read ({error}); get the file again") from None
+    start = 4 + 4 * dimensions
+    shape = np.frombuffer(content[4:start].ljust(start - 4, b"\0"), ">u4").astype(int)
+    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) - start != shape.prod() or not shape.all():
+        raise InputError(f"{file}: is no IDX file of bytes in {dimensions} dimensions, or is cut; get the file again")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def cifar_folder(root: Path) -> Path | None:
+    """The folder with the Python-version batches of CIFAR-10 or CIFAR-100: `root` or the archive's folder below it."""
+    for folder in (root, root / "cifar-10-batches-py", root / "cifar-100-python"):
+        if (folder / "data_batch_1").is_file() or ((folder / "train").is_file() and (folder / "meta").is_file()):
+            return folder
+    return None
+
+
+def read_cifar_split(root: Path, split: Split, key: str) -> Labelled:
+    """CIFAR-10 or CIFAR-100 (fine labels), as unpacked from the Python version. Both splits lie in one folder."""
+    folder = cifar_folder(root)
+    if folder is None:
+        raise InputError(
+            f"{key}: {root} holds no CIFAR batches (data_batch_1 .. 5, or train and meta); "
+            "unpack cifar-10-python.tar.gz or cifar-100-python.tar.gz there"
+        )
+    ten = (folder / "data_batch_1").is_file()
+    train = [f"data_batch_{number}" for number in range(1, 6)] if ten else ["train"]
+    batches = [
+        _read_pickle(folder / name) for name in (train if split == "train" else ["test_batch" if ten else "test"])
+    ]
+    names = _read_pickle(folder / ("batches.meta" if ten else "meta"))
+    pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    labels = np.concatenate([batch[b"labels" if ten else b"fine_labels"] for batch in batches])
+    classes = [name.decode() for name in names[b"label_names" if ten else b"fine_label_names"]]
+    return np.ascontiguousarray(pixels), labels, classes
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads plain containers and NumPy arrays: a pickle may otherwise run any program."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+        if (module, name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in it")
+
+
+def _read_pickle(file: Path) -> dict[bytes, Any]:
+    try:
+        with file.open("rb") as stream:
+            return _ArraysOnly(stream, encoding="bytes").load()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{file}: is no readable CIFAR batch ({error}); unpack the archive again") from None

@@ -1,0 +1,128 @@
+"""The view recipe as DALI operators: crop, resize, blur, colour, solarize, normalise; the same on CPU and GPU.
+
+Pixels stay bytes between the operators, as in PIL. Order differs from the reference's in one place: the blur comes
+before the colour map, with which it commutes but for clipping, so that the map can end in bytes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import nvidia.dali.fn as fn
+import nvidia.dali.math as dmath
+import nvidia.dali.types as types
+from numpy.typing import NDArray
+
+from dali.operands import (
+    blur_kernels,
+    changes_colour,
+    changes_contrast,
+    colour_maps,
+    crop_tries,
+    crop_windows,
+    ratio_limits,
+    solarize_masks,
+    view_sizes,
+)
+from dali.order import CROP_TRIES
+from dali.spec import ViewsSpec
+
+Node = Any  # a DALI DataNode: its package has no types
+
+
+def view_operands(
+    params: NDArray[np.void], view: int, spec: ViewsSpec, channels: int, sizes: NDArray[np.int64] | None
+) -> dict[str, Any]:
+    """What `random_view` is fed for a batch, by name; only what this recipe needs, as each operator costs time.
+
+    `sizes` are the images' (n, 2) heights and widths, None where the graph has to look at the decoded images. The names
+    depend on everything but the number of samples.
+    """
+    operands: dict[str, Any] = {"size": view_sizes(params, spec)}
+    if sizes is None:
+        operands["tries"] = crop_tries(params)
+        operands["place"] = np.stack([params["top"], params["left"]], axis=1)
+    else:
+        operands["corner"], operands["extent"] = crop_windows(params, sizes, spec)
+    if spec.blur[view] > 0:
+        operands["column"], operands["row"] = blur_kernels(params)
+    if changes_colour(spec, channels):
+        operands["colour"], pivot = colour_maps(params, channels)
+        if changes_contrast(spec):
+            operands["pivot"] = pivot
+    if spec.solarize[view] > 0:
+        operands["solarize"] = solarize_masks(params)
+    return operands
+
+
+def random_view(images: Node, fed: Mapping[str, Node], spec: ViewsSpec, layout: str) -> Node:
+    """One view of each image (uint8, HWC): float32, (C, S, S) or (S, S, C) by `layout`, normalised."""
+    gpu = images.device == "gpu"
+    if "corner" in fed:
+        corner, extent = fed["corner"], fed["extent"]
+    else:
+        corner, extent = crop_window(images.shape(), fed["tries"], fed["place"], spec)
+    # Not `resize(roi_start=...)`, which reads pixels outside the window.
+    pixels = fn.slice(images, corner, extent, axes=[0, 1])
+    pixels = fn.resize(pixels, size=fed["size"], interp_type=types.INTERP_CUBIC, antialias=spec.antialias)
+    plain = pixels
+    if "column" in fed:
+        # Kernels stay on the CPU on both devices: their sizes plan the launch.
+        blurred_type = types.FLOAT if "colour" in fed else types.UINT8
+        pixels = fn.filter(pixels, fed["column"], border="clamp", dtype=types.FLOAT)
+        pixels = fn.filter(pixels, fed["row"], border="clamp", dtype=blurred_type)
+    if "colour" in fed:
+        pixels = _map_colour(pixels, plain, fed)
+    if "solarize" in fed:
+        mask = fed["solarize"].gpu() if gpu else fed["solarize"]
+        pixels = dmath.min(pixels, pixels ^ mask)
+    return normalise(pixels, spec, layout)
+
+
+def normalise(pixels: Node, spec: ViewsSpec, layout: str, **crop: Any) -> Node:
+    """Bytes to float32 with the recipe's mean and deviation; `crop` goes to the operator."""
+    mean, std = [255 * value for value in spec.mean], [255 * value for value in spec.std]
+    return fn.crop_mirror_normalize(pixels, mean=mean, std=std, dtype=types.FLOAT, output_layout=layout, **crop)
+
+
+def _map_colour(pixels: Node, plain: Node, fed: Mapping[str, Node]) -> Node:
+    """M p + K mean (see `operands.colour_maps`), as bytes, rounded and clipped."""
+    if "pivot" not in fed:
+        return fn.coord_transform(pixels, M=fed["colour"], dtype=types.UINT8)
+    mean = fn.reductions.mean(plain, axes=[0, 1], keep_dims=True)
+    offset = fn.squeeze(fn.coord_transform(mean, M=fed["pivot"]), axes=[0, 1])
+    if pixels.device == "gpu":  # there the offset is on the device, where arguments of operators cannot be
+        return fn.cast(fn.coord_transform(pixels, M=fed["colour"]) + offset, dtype=types.UINT8)
+    return fn.coord_transform(pixels, M=fed["colour"], T=offset, dtype=types.UINT8)
+
+
+def crop_window(shape: Node, tries: Node, place: Node, spec: ViewsSpec) -> tuple[Node, Node]:
+    """`operands.crop_windows` in the graph, bit for bit: corner and extent, (2,) int32, of one image's window."""
+    height, width = (fn.cast(shape[axis], dtype=types.FLOAT64) for axis in (0, 1))
+    room = fn.stack(height, width)
+    tallest, widest = (float(limit) for limit in ratio_limits(spec))
+    windows = dmath.floor(tries * dmath.sqrt(height * width) + 0.5)
+    fits = fn.reductions.min(fn.cast((windows >= 1.0) & (windows <= room), dtype=types.FLOAT64), axes=[1])
+    rank = fits * np.arange(CROP_TRIES, 0, -1, dtype=np.float64)  # the first that fits ranks highest
+    best = fn.reductions.max(rank)
+    chosen = fn.cast((rank == best) & (rank > 0.0), dtype=types.FLOAT64)
+    first = fn.reductions.sum(windows * fn.expand_dims(chosen, axes=[1]), axes=[0])
+    found = fn.cast(best > 0.0, dtype=types.FLOAT64)
+    other = dmath.min(room, dmath.floor(fn.stack(width * tallest, height * widest) + 0.5))
+    extent = first + (1.0 - found) * dmath.max(other, 1.0)
+    spare = room - extent
+    corner = dmath.floor(found * place * (spare + 1.0) + (1.0 - found) * (spare / 2.0))
+    return fn.cast(corner, dtype=types.INT32), fn.cast(extent, dtype=types.INT32)
+
+
+def centre_view(images: Node, spec: ViewsSpec, layout: str) -> Node:
+    """The evaluation view: short side to size / test_crop (bicubic), centre cut out, normalised."""
+    shape = images.shape()
+    height, width = shape[0], shape[1]
+    short = round(spec.size / spec.test_crop)
+    # Whole numbers: the short side must come out exact. The long one is cut down, as torchvision does.
+    size = fn.stack(height, width) * short // dmath.min(height, width)
+    pixels = fn.resize(
+        images, size=fn.cast(size, dtype=types.FLOAT), interp_type=types.INTERP_CUBIC, antialias=spec.antialias
+    )
+    return normalise(pixels, spec, layout, crop=(spec.size, spec.size))
