@@ -97,11 +97,15 @@ class CheckpointSection(Section):
     keep: Count = Field(3, description="How many of the latest checkpoints stay.")
     milestone_epochs: Count | None = Field(100, description="Checkpoints of every so many epochs stay for good.")
     resume: str = Field("auto", description="`auto`: go on from the latest in `output`; `never`; or a file.")
+    allow_change: tuple[str, ...] = Field(
+        (), description="Keys (`images` for the list of files) that may differ from the checkpoint's on resume."
+    )
 
 
 class KnnSection(Section):
     k: Count = Field(20, description="Neighbours that vote.")
     temperature: Positive = Field(0.07, description="A neighbour's vote is exp(cosine / temperature).")
+    at_start: bool = Field(False, description="Also before the first step: what random features give.")
     every_epochs: Count | None = Field(None, description="Also during training, every so many epochs.")
     bank_size: Count | None = Field(None, description="Training images in the bank; null: all of them.")
     batch: Count = Field(256, description="Images a worker embeds at once.")
@@ -115,6 +119,7 @@ class TrackingSection(Section):
     log_every_steps: Count = Field(50, description="Metrics and progress lines every so many steps.")
     images_every_epochs: Count = Field(10, description="Picture of c every so many epochs.")
     system_metrics: bool = Field(True, description="CPU, memory, disk, network and GPU of rank 0's host.")
+    system_metrics_seconds: Positive = Field(10, description="Seconds between two samples of those.")
 
 
 class Config(Section):

@@ -49,6 +49,11 @@ def start() -> World:
     return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
 
 
+def built() -> dict[str, bool]:
+    """What this Horovod was built with."""
+    return {"Gloo": hvd.gloo_built(), "NCCL": bool(hvd.nccl_built()), "MPI": bool(hvd.mpi_built())}
+
+
 def stop() -> None:
     """Leave the job in order: no collective of this worker's is pending afterwards."""
     hvd.shutdown()
@@ -136,7 +141,7 @@ def check_equal_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
         RuntimeError: naming the first tensor that differs from rank 0's, and the ranks.
     """
     rows = gather_objects(fingerprints(model, optimizer), "fingerprints")
-    for name in rows[0].keys() | {name for row in rows for name in row}:
+    for name in sorted({name for row in rows for name in row}):
         strays = [rank for rank, row in enumerate(rows) if row.get(name) != rows[0].get(name)]
         if strays:
             raise RuntimeError(f"{name} differs between workers: rank 0 and rank {', '.join(map(str, strays))}")
@@ -149,30 +154,102 @@ def _crc(value: Any) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-# --- The optimizer --------------------------------------------------------------------------------------------------
+# --- Gradients ------------------------------------------------------------------------------------------------------
 
 
-def sum_gradients(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    groups: int,
-    backward_passes: int = 1,
-    process_set: ProcessSet = everyone,
-) -> Any:
-    """Wrap `optimizer` so that each gradient becomes the sum of the workers' contributions (DESIGN: never an average).
+class GradientSum:
+    """Turns each parameter's gradient, a worker's own contribution, into the sum over the workers. Never an average.
 
-    Gradients travel during backward in `groups` fixed groups, so that the order of summation, hence every bit of the
-    result, does not depend on which gradient is ready first.
+    A group is sent as soon as backward has finished all its gradients, while backward goes on. Groups are fixed, of
+    about equal bytes, so that the order of summation, hence every bit of the result, does not depend on timing.
+
+    `hvd.DistributedOptimizer(op=Sum, groups=...)` does the same, except where parameters take part in differing numbers
+    of backward passes (`passes`, for micro-batches): it then sends gradients one by one and fuses them by timing, and
+    three workers no longer repeat bit for bit. Its subclass also hides the optimizer's own `zero_grad` and AMP support.
     """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    return hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=trained,
-        op=hvd.Sum,
-        groups=min(groups, len(trained)),
-        backward_passes_per_step=backward_passes,
-        process_set=process_set,
-    )
+
+    def __init__(
+        self,
+        passes: Iterable[tuple[torch.nn.Parameter, int]],
+        groups: int,
+        process_set: ProcessSet = everyone,
+    ) -> None:
+        """`passes`: each trained parameter, in order of construction, and the backward passes of a step it takes part in."""
+        self.process_set = process_set
+        self.passes = list(passes)
+        self.groups = _split_by_bytes([p for p, _ in reversed(self.passes)], groups)
+        self.handles: dict[int, int] = {}
+        self.remaining: list[int] = []
+        for p, _ in self.passes:
+            # One gradient for the whole run, in the parameter's own memory order: fused updates walk both side by side
+            p.grad = torch.zeros_like(p)
+        group_of = {p: index for index, group in enumerate(self.groups) for p in group}
+        for p, _ in self.passes:
+            p.register_post_accumulate_grad_hook(lambda p: self._finished(group_of[p]))
+        self._expected = [0] * len(self.groups)
+        for p, count in self.passes:
+            self._expected[group_of[p]] += count
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step: all gradients become zero, in place."""
+        assert not self.handles, "start() before the last step's wait()"
+        torch._foreach_zero_([p.grad for p, _ in self.passes])
+        self.remaining = list(self._expected)
+
+    def wait(self) -> None:
+        """All gradients are sums afterwards. A group that backward did not finish (unused parameters) is sent now."""
+        for index in range(len(self.groups)):
+            if index not in self.handles:
+                self._send(index)
+        for index in sorted(self.handles):
+            hvd.synchronize(self.handles[index])
+        self.handles.clear()
+
+    def _finished(self, index: int) -> None:
+        self.remaining[index] -= 1
+        assert self.remaining[index] >= 0, "more backward passes than announced"
+        if self.remaining[index] == 0:
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        gradients = [p.grad for p in self.groups[index]]
+        self.handles[index] = hvd.grouped_allreduce_async_(
+            gradients, name=f"gradients.{index}", op=hvd.Sum, process_set=self.process_set
+        )
+
+
+def _split_by_bytes(parameters: list[torch.nn.Parameter], groups: int) -> list[list[torch.nn.Parameter]]:
+    """At most `groups` contiguous parts of about equal bytes, none empty."""
+    total = sum(p.nbytes for p in parameters)
+    parts: dict[int, list[torch.nn.Parameter]] = {}
+    before = 0
+    for p in parameters:
+        parts.setdefault(min(groups - 1, (before + p.nbytes // 2) * groups // max(total, 1)), []).append(p)
+        before += p.nbytes
+    return list(parts.values())
+
+
+class Vote:
+    """What all workers must do after the same step, decided without waiting: the largest value any of them cast.
+
+    Each step casts a small number; its maximum over the workers is read one step later, so that no step waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._pending: int | None = None
+
+    def cast(self, value: int) -> int:
+        """Cast this step's value; returns the outcome of the step before (0 at the first)."""
+        handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name="vote", op=hvd.Max)
+        before, self._pending = self._pending, handle
+        return 0 if before is None else int(hvd.synchronize(before))
+
+    def close(self) -> None:
+        """Take in the last outcome, so that nothing is pending."""
+        if self._pending is not None:
+            hvd.synchronize(self._pending)
+            self._pending = None
 
 
 # --- Device and threads ---------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""python -m pipeline VERB ...: one verb, one file in pipeline/commands."""
+
+import os
+import sys
+from importlib import import_module
+
+from dali.errors import InputError
+
+VERBS = {
+    "launch": "pretrain with several workers (what ./run.sh pretrain calls)",
+    "pretrain": "one worker of a run",
+    "quickstart": "pretrain on scikit-learn's handwritten digits",
+    "doctor": "check every part of the installation",
+    "ui": "open MLflow on a run's output folder",
+    "sync-tracking": "send what a tracking server missed",
+    "reference": "write docs/configuration.md from the config sections",
+}
+
+
+def main(words: list[str]) -> int:
+    if not words or words[0] not in VERBS:
+        print("\n".join(f"  {verb:<14} {text}" for verb, text in VERBS.items()))
+        return 0 if not words or words[0] in ("-h", "--help") else 2
+    command = import_module(f"pipeline.commands.{words[0].replace('-', '_')}")
+    try:
+        return command.run(words[1:])
+    except InputError as error:
+        if os.environ.get("HOROVOD_RANK", "0") == "0":  # all workers have the same one; once is enough
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+"""`pretrain`: one worker of a run. Started by `launch`, by horovodrun, or alone."""
+
+import argparse
+
+from pipeline import config
+
+
+def parse(args: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pretrain", description="Pretrain a backbone.")
+    parser.add_argument("config", nargs="?", help="YAML file; its keys override configs/base.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override single keys")
+    options = parser.parse_args(args)
+    if options.config and "=" in options.config:
+        options.overrides.insert(0, options.config)
+        options.config = None
+    return options
+
+
+def run(args: list[str]) -> int:
+    """Join the job and train; returns the exit code."""
+    from pipeline import failures, pretraining, workers
+
+    options = parse(args)
+    world = workers.start()
+    with failures.recorded(world.rank):
+        with workers.together():
+            settings = config.load(options.config, options.overrides)
+        failures.record_in(settings.output_path)
+        pretraining.pretrain(settings, world)
+    workers.stop()
+    return 0

@@ -1,0 +1,67 @@
+"""How a worker that fails says so: OUTPUT/errors/rank<k>.json, from which the launcher learns what went wrong first.
+
+horovodrun exits 1 whatever the workers' codes were, and may blame the wrong rank.
+"""
+
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from dali.errors import InputError
+
+DONE, ERROR, MISTAKE = 0, 1, 2
+FOLDER = "errors"
+_output: Path | None = None
+
+
+class Failure(NamedTuple):
+    time: float
+    rank: int
+    host: str
+    message: str
+    exit_code: int
+
+
+def record_in(output: Path) -> None:
+    """From now on a failure of this process is written below `output`."""
+    global _output
+    _output = output
+
+
+@contextmanager
+def recorded(rank: int) -> Iterator[None]:
+    """A block whose exception is written down before it goes on."""
+    try:
+        yield
+    except Exception as error:
+        mistake = isinstance(error, InputError)
+        message = str(error) if mistake else traceback.format_exception_only(error)[-1].strip()
+        failure = Failure(time.time(), rank, socket.gethostname(), message, MISTAKE if mistake else ERROR)
+        if _output is not None:
+            folder = _output / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(failure._asdict() | {"traceback": traceback.format_exc()}, indent=2)
+            (folder / f".rank{rank}.tmp").write_text(text + "\n")
+            os.replace(folder / f".rank{rank}.tmp", folder / f"rank{rank}.json")
+        raise
+
+
+def first(output: Path) -> Failure | None:
+    """The earliest failure of the last launch, or None."""
+    found = []
+    for file in (output / FOLDER).glob("rank*.json"):
+        values = json.loads(file.read_text())
+        found.append(Failure(*(values[key] for key in Failure._fields)))
+    return min(found, default=None)
+
+
+def forget(output: Path) -> None:
+    """Remove the failures of an earlier launch."""
+    for file in (output / FOLDER).glob("rank*.json"):
+        file.unlink()

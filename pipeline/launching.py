@@ -1,0 +1,180 @@
+"""From one command line to workers on one or several hosts: checks first, then horovodrun, whose output is filtered."""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from dali.errors import InputError
+from pipeline import failures
+from pipeline.config import Config, dump, load
+from pipeline.progress import bar
+
+PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
+PROGRESS = re.compile(r"^step (\d+)/(\d+)  ")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse(args: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="./run.sh pretrain", description="Pretrain with one or several workers.")
+    parser.add_argument("words", nargs="*", metavar="CONFIG | key.path=value", help="YAML file, then single keys")
+    parser.add_argument("-np", type=int, metavar="N", help="workers; default: one a GPU, or one on the CPU")
+    parser.add_argument("-H", "--hosts", metavar="a:4,b:4", help="hosts with their slots; default: this machine")
+    parser.add_argument("--hostfile", help="file with a line `host slots=N` for each host")
+    parser.add_argument("--network-interface", metavar="NAME[,NAME]", help="interface that the workers talk over")
+    parser.add_argument("--ssh-port", type=int, help="port of sshd on the hosts")
+    parser.add_argument("--ssh-identity-file", help="key for the hosts")
+    parser.add_argument("--start-timeout", type=int, metavar="SECONDS", help="how long workers may take to appear")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and what it means, and stop")
+    parser.add_argument("--print", action="store_true", dest="show", help="print the horovodrun line, and stop")
+    options = parser.parse_intermixed_args(args)
+    options.config = next((word for word in options.words if "=" not in word), None)
+    options.overrides = [word for word in options.words if word != options.config]
+    stray = [word for word in options.overrides if "=" not in word]
+    if stray:
+        raise InputError(f"{stray[0]}: a second config file; give one, and single keys as key.path=value")
+    return options
+
+
+def slots(hosts: str | None, hostfile: str | None) -> dict[str, int] | None:
+    """Slots a host, as -H or --hostfile say, or None for this machine.
+
+    Raises:
+        InputError: the word or line that cannot be read.
+    """
+    if hostfile is not None:
+        try:
+            lines = [line.split("#")[0].split() for line in Path(hostfile).read_text().splitlines()]
+        except OSError as error:
+            raise InputError(f"--hostfile: {hostfile} cannot be read ({error.strerror})") from None
+        pairs = [(words[0], words[1].removeprefix("slots=") if len(words) > 1 else "1") for words in lines if words]
+    elif hosts is not None:
+        pairs = [(host, count or "1") for host, _, count in (word.partition(":") for word in hosts.split(","))]
+    else:
+        return None
+    for host, count in pairs:
+        if not host or not count.isdigit() or int(count) < 1:
+            raise InputError(f"{host or '(no name)'}:{count}: is not host:slots, for example -H a:4,b:4")
+    return {host: int(count) for host, count in pairs}
+
+
+def workers_wanted(options: argparse.Namespace, config: Config) -> int:
+    """How many workers to start.
+
+    Raises:
+        InputError: more than the hosts have slots, this machine has GPUs, or the batch has samples.
+    """
+    import torch
+
+    from pipeline.workers import choose_device
+
+    by_host = slots(options.hosts, options.hostfile)
+    here = by_host is None
+    if by_host is not None:
+        wanted = options.np or sum(by_host.values())
+        if wanted > sum(by_host.values()):
+            raise InputError(f"-np {wanted}: the hosts have {sum(by_host.values())} slots; give more, or fewer workers")
+    else:
+        gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+        wanted = options.np if options.np is not None else max(1, gpus)
+    if wanted < 1:
+        raise InputError(f"-np {wanted}: at least one worker is needed")
+    if wanted > config.train.global_batch:
+        raise InputError(
+            f"train.global_batch: {config.train.global_batch} is fewer than the {wanted} workers; "
+            "each needs at least one sample"
+        )
+    if here:
+        choose_device(config.device, wanted - 1, wanted)
+    return wanted
+
+
+def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
+    """The command that starts the workers."""
+    words = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(count)]
+    for flag in ("hosts", "hostfile", "network_interface", "ssh_port", "ssh_identity_file", "start_timeout"):
+        value = getattr(options, flag)
+        if value is not None:
+            words += [f"--{flag.replace('_', '-')}", str(value)]
+    return [*words, sys.executable, "-m", "pipeline", *worker_words(options)]
+
+
+def worker_words(options: argparse.Namespace) -> list[str]:
+    return ["pretrain", *([options.config] if options.config else []), *options.overrides]
+
+
+def launch(args: list[str]) -> int:
+    """Check, start the workers, wait; returns the exit code of the worker that failed first, or 0."""
+    options = parse(args)
+    config = load(options.config, options.overrides)
+    count = workers_wanted(options, config)
+    if options.show:
+        print(shlex.join(horovodrun(options, count)))
+        return 0
+    from pipeline.plan import describe
+    from pipeline.pretraining import check
+    from pipeline.workers import choose_device, threads_per_worker
+
+    here = options.hosts is None and options.hostfile is None
+    _, plan = check(config)
+    if options.dry_run:
+        device = choose_device(config.device, 0, count) if here else config.device
+        print(dump(config))
+        print(describe(config, plan, count, str(device), config.data.threads or threads_per_worker(count)))
+        return 0
+    output = config.output_path
+    failures.forget(output)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
+    if here and count == 1:
+        command = [sys.executable, "-m", "pipeline", *worker_words(options)]
+        return subprocess.run(command, env=environment, check=False).returncode
+    return run_filtered(horovodrun(options, count), environment, output)
+
+
+def run_filtered(command: list[str], environment: dict[str, str], output: Path) -> int:
+    """Run horovodrun; show rank 0's lines bare, other ranks' with their number, its own only if no worker says why."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    own_words = []
+    for line in process.stdout:
+        match = PREFIX.match(line)
+        if match is None:
+            own_words.append(line)
+        else:
+            show(match[1], line[match.end() :].rstrip("\n"), sys.stdout if match[2] != "stderr" else sys.stderr)
+    code = process.wait()
+    if code == 0:
+        return 0
+    failure = failures.first(output)
+    if failure is None:
+        sys.stderr.writelines(own_words[-40:])
+        print(f"error: horovodrun ended with {code} before a worker could say why", file=sys.stderr)
+        return 1
+    if failure.exit_code == failures.MISTAKE:
+        print(f"error: {failure.message}", file=sys.stderr)
+    else:
+        print(
+            f"error: rank {failure.rank} on {failure.host}: {failure.message} "
+            f"(traceback in {output / failures.FOLDER / f'rank{failure.rank}.json'})",
+            file=sys.stderr,
+        )
+    return failure.exit_code
+
+
+def show(rank: str, text: str, stream: TextIO) -> None:
+    match = PROGRESS.match(text)
+    if rank == "0" and match and stream.isatty():
+        print(bar(int(match[1]), int(match[2]), text), end="", file=stream, flush=True)
+    else:
+        print(text if rank == "0" else f"[rank {rank}] {text}", file=stream, flush=True)
+
+
+def _path() -> str:
+    """PYTHONPATH by which workers find this checkout from any working directory."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -1,0 +1,369 @@
+"""A pretraining run from its config to its last file: what is built, what is due after a step, what remains at the end."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dali.errors import InputError
+from dali.loader import Batch
+from dali.sources import Source, open_source
+from pipeline import checkpoint, pictures, progress, sync_bn, training, workers
+from pipeline.config import Config
+from pipeline.features import knn_accuracy
+from pipeline.loss import BarlowTwinsLoss
+from pipeline.model import autocast_dtype, build_model
+from pipeline.optim import build_optimizer
+from pipeline.plan import Plan, describe, make_plan
+from pipeline.tracking import Tracker
+from pipeline.training import Outcome, Run
+from pipeline.weights import backbone_state, load_backbone_weights
+
+# Changing these changes how a run is watched, not what it computes; anything else shapes the run.
+NOT_SHAPING = {"name", "output", "device", "tracking", "checkpoint", "knn"}
+NOT_SHAPING_KEYS = {
+    "data.path",  # the images themselves are compared, by the digest of their list
+    "data.test_path",
+    "data.kind",
+    "data.threads",
+    "data.prefetch",
+    "train.stop_after_steps",
+    "train.max_minutes",
+    "model.weights",
+}
+
+
+def check(config: Config, device_kind: str | None = None) -> tuple[Source, Plan]:
+    """Everything that can be refused before a worker starts: images, their number, backbone, output folder.
+
+    Raises:
+        InputError: one line.
+    """
+    source = open_source(config.data, "train")
+    plan = make_plan(config, len(source))
+    with torch.device("meta"):
+        build_model(config.model, config.data.channels, config.views.size)
+    if device_kind is not None:
+        workers.choose_device(device_kind, 0, 1)
+    check_output(config.output_path)
+    return source, plan
+
+
+def check_output(output: Path) -> None:
+    """Create the output folder and write to it.
+
+    Raises:
+        InputError: the folder cannot be made or written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / f".probe-{uuid.uuid4().hex}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"output: {output} cannot be written ({error.strerror}); write output=FOLDER") from None
+
+
+def check_output_is_shared(output: Path, rank: int) -> None:
+    """Every worker must see what rank 0 writes there.
+
+    Raises:
+        InputError: on a host where the folder is another one.
+    """
+    token = workers.from_rank_0(uuid.uuid4().hex, "output.token")
+    note = output / f".shared-{token}"
+    with workers.together():
+        if rank == 0:
+            check_output(output)
+            note.write_text("")
+    with workers.together():
+        if not note.exists():
+            raise InputError(f"output: {output} is not the folder rank 0 writes to; it must be shared by all hosts")
+    if rank == 0:
+        note.unlink()
+
+
+def prepare(config: Config, world: workers.World) -> Run:
+    """Build a run at step 0, or at the step of the checkpoint that `checkpoint.resume` means; equal on all workers.
+
+    Raises:
+        InputError: by all workers alike.
+    """
+    with workers.together():
+        device = workers.choose_device(config.device, world.local_rank, world.local_size)
+        source, plan = check(config)
+        if config.train.global_batch < world.size:
+            raise InputError(
+                f"train.global_batch: {config.train.global_batch} is fewer than the {world.size} workers; "
+                "each needs at least one sample"
+            )
+    check_same_list(source)
+    check_output_is_shared(config.output_path, world.rank)
+    threads = config.data.threads or workers.threads_per_worker(world.local_size)
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
+
+    with workers.together():
+        model = build_model(config.model, config.data.channels, config.views.size, seed=config.seed)
+        if config.model.weights is not None:
+            report = load_backbone_weights(model.backbone, Path(config.model.weights))
+            if world.rank == 0:
+                print(f"weights: {report}", flush=True)
+    sync_bn.convert(model)
+    memory_format = torch.channels_last if config.precision.channels_last else torch.contiguous_format
+    dtype = getattr(torch, config.precision.dtype)
+    model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
+    loss = BarlowTwinsLoss(
+        config.model.projector[-1], config.loss.lambd, config.loss.scale, config.loss.combine, config.loss.eps
+    ).to(device)
+    optimizer = build_optimizer(config.optimizer, list(model.named_parameters()), config.train.global_batch)
+    autocast = autocast_dtype(config.precision.autocast, config.model.backbone, device.type)
+    run = Run(
+        config=config,
+        plan=plan,
+        world=world,
+        device=device,
+        threads=threads,
+        source=source,
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        gradients=sum_gradients(config, model),
+        scaler=torch.amp.GradScaler(device.type, enabled=autocast is torch.float16),
+        autocast=autocast,
+    )
+    resume(run)
+    workers.share_state(run.model, run.optimizer)
+    return run
+
+
+def sum_gradients(config: Config, model: Any) -> workers.GradientSum:
+    """With micro-batches the backbone takes part in one backward pass each, the projector in a single one."""
+    passes = [(p, config.train.micro_batches) for p in model.backbone.parameters() if p.requires_grad]
+    passes += [(p, 1) for p in model.projector.parameters() if p.requires_grad]
+    return workers.GradientSum(passes, config.train.gradient_groups)
+
+
+def check_same_list(source: Source) -> None:
+    """All hosts must list the same images.
+
+    Raises:
+        InputError: with how many images each host sees.
+    """
+    seen = workers.gather_objects((source.digest, len(source)), "source.digest")
+    strays = [rank for rank, row in enumerate(seen) if row != seen[0]]
+    if strays:
+        raise InputError(
+            f"data.path: rank {strays[0]} lists other images than rank 0 ({seen[strays[0]][1]:,} against "
+            f"{seen[0][1]:,}); every host needs the same files"
+        )
+
+
+# --- Resume ---------------------------------------------------------------------------------------------------------
+
+
+def shaping(config: Config) -> dict[str, Any]:
+    """The values that shape what a run computes, by dotted key."""
+    flat: dict[str, Any] = {}
+
+    def walk(values: dict[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}.")
+            elif f"{prefix}{key}" not in NOT_SHAPING_KEYS:
+                flat[f"{prefix}{key}"] = value
+
+    walk({k: v for k, v in config.model_dump(mode="json").items() if k not in NOT_SHAPING}, "")
+    return flat
+
+
+def resume(run: Run) -> None:
+    """Continue from the checkpoint that rank 0 chooses, if there is one.
+
+    Raises:
+        InputError: images or shaping values are not those of the checkpoint, each difference listed; or it is complete.
+    """
+    config = run.config
+    chosen = None
+    with workers.together():
+        if run.world.rank == 0:
+            chosen = checkpoint.find(config.output_path, config.checkpoint.resume)
+    chosen = workers.from_rank_0(chosen, "resume.path")
+    if chosen is None:
+        return
+    with workers.together():
+        state = checkpoint.load(chosen)
+        before = state["facts"]["shaping"] | {"images": state["facts"]["digest"]}
+        now = shaping(config) | {"images": run.source.digest}
+        changed = [
+            f"{key} was {before.get(key)}, is {now.get(key)}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and key not in config.checkpoint.allow_change
+        ]
+        if changed:
+            raise InputError(
+                f"{chosen}: belongs to another run: {'; '.join(changed)}; write another output, "
+                "or accept with checkpoint.allow_change=[KEY, ...]"
+            )
+        if state["step"] >= run.plan.stop_step:
+            raise InputError(f"output: the run in {config.output_path} is complete (step {state['step']}); write another")
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    if run.scaler.is_enabled() and state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
+    run.step = state["step"]
+    if run.world.rank == 0:
+        print(f"resuming at step {run.step} from {chosen}", flush=True)
+
+
+def save(run: Run, run_id: str | None) -> None:
+    """Write a checkpoint on rank 0, once all workers are known to hold the same state."""
+    workers.check_equal_state(run.model, run.optimizer)
+    if run.world.rank != 0:
+        return
+    every = run.plan.milestone_steps
+    state = {
+        "step": run.step,
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "config": run.config.model_dump(mode="json"),
+        "run_id": run_id,
+        "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
+    }
+    milestone = every is not None and run.step % every == 0
+    checkpoint.save(run.config.output_path, state, run.config.checkpoint.keep, milestone)
+
+
+# --- The run --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Duties:
+    """What is due after which step. Called by all workers alike; only rank 0 has a tracker."""
+
+    tracker: Tracker | None
+    test: Source | None
+    first_step: int
+    knn: dict[int, float]
+
+    def after_step(self, run: Run, batch: Batch, outcome: Outcome) -> None:
+        plan, step = run.plan, run.step
+        if step == self.first_step + 1 and self.tracker is not None:
+            mean, std = run.config.views.mean, run.config.views.std
+            self.tracker.image(step - 1, "views", pictures.contact_sheet(batch.y1, batch.y2, mean, std))
+        if step % plan.image_steps == 0 or step == plan.stop_step:
+            c = run.loss.correlation(outcome.z1, outcome.z2, run.config.train.global_batch)
+            if self.tracker is not None:
+                self.tracker.image(step, "cross_correlation", pictures.correlation_map(c.cpu().numpy()))
+        if plan.knn_steps is not None and step % plan.knn_steps == 0 and step != plan.stop_step:
+            self.judge(run)
+        if step % plan.checkpoint_steps == 0 and step != plan.stop_step:
+            save(run, self.tracker.run_id if self.tracker else None)
+
+    def judge(self, run: Run) -> None:
+        """kNN accuracy now, if there is a labelled test split."""
+        if self.test is None:
+            return
+        accuracy = knn_accuracy(
+            run.model.backbone, run.source, self.test, run.config, run.world, run.device, run.threads
+        )
+        self.knn[run.step] = accuracy
+        if self.tracker is not None:
+            self.tracker.log(run.step, {"knn_accuracy": accuracy})
+            print(f"kNN accuracy after step {run.step}: {accuracy:.2f} %", flush=True)
+
+
+def pretrain(config: Config, world: workers.World) -> dict[str, Any]:
+    """The whole run; returns the summary that also lies in OUTPUT/summary.json."""
+    run = prepare(config, world)
+    with workers.together():
+        test = open_test(config, run.source)
+    if world.rank == 0:
+        print(describe(config, run.plan, world.size, str(run.device), run.threads), flush=True)
+    tracker = None
+    if world.rank == 0:
+        tracker = Tracker.start(config, config.output_path, facts=facts(run))
+    duties = Duties(tracker, test, run.step, {})
+    try:
+        if config.knn.at_start and run.step == 0:
+            duties.judge(run)
+        verdict = training.train(run, duties.after_step, lambda run, values: _log(run, values, tracker))
+        save(run, tracker.run_id if tracker else None)
+        if verdict == training.GO_ON:
+            duties.judge(run)
+        summary = _finish(run, duties, verdict)
+    except BaseException as error:
+        if tracker is not None:
+            tracker.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", f"rank 0: {error!r}")
+        raise
+    if tracker is not None:
+        tracker.end("FINISHED")
+    return summary
+
+
+def open_test(config: Config, source: Source) -> Source | None:
+    """The labelled test split, or None where kNN is impossible: no labels, or no such split."""
+    if source.labels is None:
+        return None
+    test = open_source(config.data, "test")
+    return test if test is not None and test.labels is not None else None
+
+
+def facts(run: Run) -> dict[str, str]:
+    """What a reader of the experiment wants to know beyond the config."""
+    names = ("torch", "torchvision", "nvidia-dali-cuda130", "horovod", "mlflow")
+    known = {
+        "command": " ".join(sys.argv),
+        "world_size": str(run.world.size),
+        "hosts": ",".join(dict.fromkeys(run.world.hosts)),
+        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.processor() or "cpu",
+        "threads": str(run.threads),
+        "python": platform.python_version(),
+        "data_digest": run.source.digest,
+        "autocast": str(run.autocast),
+    } | {f"version.{name}": version(name) for name in names}
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    if commit.returncode == 0:
+        known["git_commit"] = commit.stdout.strip()
+    return known
+
+
+def _log(run: Run, values: dict[str, float], tracker: Tracker | None) -> None:
+    progress.show(run.plan, run.step, values)
+    if tracker is not None:
+        tracker.log(run.step, values)
+    if not math.isfinite(values["loss"]):
+        print(f"warning: the loss of step {run.step} is {values['loss']}; the update was left out", flush=True)
+
+
+def _finish(run: Run, duties: Duties, verdict: int) -> dict[str, Any]:
+    output = run.config.output_path
+    summary = {
+        "step": run.step,
+        "total_steps": run.plan.total_steps,
+        "finished": run.step == run.plan.total_steps,
+        "stopped_by": {training.TIME_IS_UP: "train.max_minutes"}.get(verdict),
+        "knn_accuracy": {str(step): value for step, value in duties.knn.items()},
+        "run_id": duties.tracker.run_id if duties.tracker else None,
+        "output": str(output),
+    }
+    if run.world.rank == 0:
+        checkpoint.save_file(output / "backbone.pth", backbone_state(run.model))
+        temporary = output / ".summary.json.tmp"
+        temporary.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(temporary, output / "summary.json")
+    return summary

@@ -1,0 +1,67 @@
+"""What a long run shows: step of total, loss terms, images/s, share of time waiting for data, time left."""
+
+import sys
+import time
+from typing import Any
+
+from pipeline.loss import Terms
+from pipeline.plan import Plan
+
+BAR_WIDTH = 24
+
+
+class Progress:
+    """Rates since the last look. Reading the loss waits for the device, so look only every so many steps."""
+
+    def __init__(self, plan: Plan, global_batch: int, step: int) -> None:
+        self.plan, self.global_batch = plan, global_batch
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self.step, self.waited, self.since = step, 0.0, time.monotonic()
+
+    def add(self, waited: float) -> None:
+        """Count a step that waited so many seconds for its batch."""
+        self.waited += waited
+
+    def measure(self, step: int, terms: Terms, optimizer: Any) -> dict[str, float]:
+        """Metrics at `step`, with rates since the last call; the clock starts anew."""
+        values = {name: float(term) for name, term in terms._asdict().items()}
+        seconds = max(time.monotonic() - self.since, 1e-9)
+        steps = max(step - self.step, 1)
+        values |= {f"lr_{group['name']}": float(group["lr"]) for group in optimizer.param_groups}
+        values |= {
+            "images_per_second": steps * self.global_batch / seconds,
+            "step_seconds": seconds / steps,
+            "data_wait_percent": 100 * self.waited / seconds,
+            "epoch": self.plan.epoch(step),
+        }
+        self._begin(step)
+        return values
+
+
+def show(plan: Plan, step: int, values: dict[str, float]) -> None:
+    """One line a look; on a terminal it is a bar that stays in its place."""
+    left = (plan.stop_step - step) * values["step_seconds"]
+    text = (
+        f"step {step}/{plan.stop_step}  epoch {values['epoch']:.2f}  loss {values['loss']:.4g} "
+        f"(on {values['on_diag']:.4g}, off {values['off_diag']:.4g})  {values['images_per_second']:.0f} images/s  "
+        f"data wait {values['data_wait_percent']:.0f} %  ETA {duration(left)}"
+    )
+    if sys.stdout.isatty():
+        print(bar(step, plan.stop_step, text), end="", flush=True)
+    else:
+        print(text, flush=True)
+
+
+def bar(step: int, total: int, text: str) -> str:
+    """`text` behind a bar that overwrites the terminal's line; the last one ends it."""
+    filled = round(BAR_WIDTH * step / total)
+    return f"\r\033[K[{'=' * filled}{' ' * (BAR_WIDTH - filled)}] {text}" + ("\n" if step == total else "")
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,165 @@
+"""The training step and the loop around it. One worker takes the same path as many."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dali.loader import Batch, TwoViewLoader
+from dali.order import worker_positions
+from dali.sources import Source
+from pipeline import schedule, workers
+from pipeline.config import Config
+from pipeline.loss import BarlowTwinsLoss, Terms
+from pipeline.model import BarlowTwins
+from pipeline.plan import Plan
+from pipeline.progress import Progress
+from pipeline.sync_bn import frozen_statistics
+
+GO_ON, TIME_IS_UP = 0, 1
+
+
+@dataclass
+class Run:
+    """Everything a step touches. `step` counts completed updates."""
+
+    config: Config
+    plan: Plan
+    world: workers.World
+    device: torch.device
+    threads: int
+    source: Source
+    model: BarlowTwins
+    loss: BarlowTwinsLoss
+    optimizer: torch.optim.Optimizer
+    gradients: workers.GradientSum
+    scaler: torch.amp.GradScaler
+    autocast: torch.dtype | None
+    step: int = 0
+    vote: workers.Vote = field(default_factory=workers.Vote)
+
+
+class Outcome(NamedTuple):
+    """What a step leaves to look at: its terms, and the embeddings z1, z2 (n, D) of this worker's slice."""
+
+    terms: Terms
+    z1: Tensor
+    z2: Tensor
+
+
+def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
+    """One update from this worker's slices of the two views, each (n, C, S, S).
+
+    The learning rate is a function of the step alone. A non-finite loss masks the update on the device, on all workers
+    alike, since all of them hold the same loss.
+    """
+    plan, optimizer = run.plan, run.optimizer
+    schedule.set_lr(optimizer, run.step, plan.warmup_steps, plan.total_steps, run.config.schedule.final_factor)
+    run.gradients.start()
+    terms, z1, z2 = backward(run, y1, y2)
+    run.gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
+    run.scaler.unscale_(optimizer)
+    if not run.scaler.is_enabled():
+        optimizer.found_inf = (~torch.isfinite(terms.loss.detach())).to(torch.float32)
+    run.scaler.step(optimizer)
+    run.scaler.update()
+    run.step += 1
+    return Outcome(Terms(*(term.detach() for term in terms)), z1.detach(), z2.detach())
+
+
+def backward(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
+    """Terms of the global batch; afterwards, this worker's contribution to the gradient is in `.grad`, or on its way."""
+    train = run.config.train
+    if train.micro_batches > 1:
+        return _backward_in_parts(run, y1, y2)
+    with _autocast(run):
+        z1, z2 = run.model(y1), run.model(y2)
+    terms = run.loss(z1, z2, train.global_batch)
+    run.scaler.scale(terms.loss).backward()
+    return Outcome(terms, z1, z2)
+
+
+def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
+    """The same for a batch whose activations do not fit: only one micro-batch's are held at a time.
+
+    Pass 1 runs the backbone over all micro-batches without a graph. The projector and the loss see the whole batch and
+    give dL/d(features). Pass 2 runs each micro-batch again and continues backward from its part. Exact for projector and
+    loss; the backbone's batch norm has each micro-batch's own statistics, over all workers.
+    """
+    train, backbone = run.config.train, run.model.backbone
+    parts = worker_positions(train.global_batch, train.micro_batches, run.world.shard)
+    sizes = [part.stop - part.start for part in parts]
+    with torch.no_grad(), _autocast(run), frozen_statistics(backbone):
+        features = [torch.cat([backbone(part) for part in view.split(sizes)]) for view in (y1, y2)]
+    features = [f.detach().requires_grad_() for f in features]
+    with _autocast(run):
+        z1, z2 = (run.model.projector(f) for f in features)
+    terms = run.loss(z1, z2, train.global_batch)
+    run.scaler.scale(terms.loss).backward()
+    gradients = [f.grad.split(sizes) for f in features if f.grad is not None]
+    for part1, part2, gradient1, gradient2 in zip(y1.split(sizes), y2.split(sizes), *gradients, strict=True):
+        with _autocast(run):
+            f1, f2 = backbone(part1), backbone(part2)
+        torch.autograd.backward([f1, f2], [gradient1.to(f1.dtype), gradient2.to(f2.dtype)])
+    return Outcome(terms, z1, z2)
+
+
+def _autocast(run: Run) -> Any:
+    if run.autocast is None:
+        return nullcontext()
+    return torch.autocast(run.device.type, dtype=run.autocast)
+
+
+def open_loader(run: Run) -> TwoViewLoader:
+    """The batches from `run.step` on."""
+    config = run.config
+    return TwoViewLoader(
+        run.source,
+        config.views,
+        channels=config.data.channels,
+        seed=config.seed,
+        global_batch=config.train.global_batch,
+        micro_batches=config.train.micro_batches,
+        shard=run.world.shard,
+        start_step=run.step,
+        stop_step=run.plan.stop_step,
+        device=str(run.device),
+        threads=run.threads,
+        prefetch=config.data.prefetch,
+        dtype=getattr(torch, config.precision.dtype),
+        memory_format=torch.channels_last if config.precision.channels_last else torch.contiguous_format,
+    )
+
+
+def train(
+    run: Run,
+    after_step: Callable[[Run, Batch, Outcome], None],
+    log: Callable[[Run, dict[str, float]], None],
+) -> int:
+    """Train to `plan.stop_step`; returns GO_ON, or the vote that ended the run earlier.
+
+    `after_step` is called by all workers after every step, for what is due then (checkpoints, kNN, pictures); `log` on
+    rank 0 every `tracking.log_every_steps`, with means since the last call.
+    """
+    config, verdict = run.config, GO_ON
+    progress = Progress(run.plan, config.train.global_batch, run.step)
+    started, time_limit = time.monotonic(), config.train.max_minutes
+    with open_loader(run) as loader:
+        for batch in loader:
+            result = train_step(run, batch.y1, batch.y2)
+            progress.add(loader.waited)
+            if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
+                values = progress.measure(run.step, result.terms, run.optimizer)
+                if run.world.rank == 0:
+                    log(run, values)
+            after_step(run, batch, result)
+            late = time_limit is not None and time.monotonic() - started > 60 * time_limit
+            verdict = run.vote.cast(TIME_IS_UP if late else GO_ON)
+            if verdict != GO_ON:
+                break
+    run.vote.close()
+    return verdict

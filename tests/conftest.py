@@ -1,0 +1,28 @@
+"""One Horovod job for the whole pytest process: of one worker, or of as many as horovodrun started."""
+
+import os
+
+import pytest
+
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when Horovod starts
+
+from pipeline import workers  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def world() -> workers.World:
+    return workers.start()
+
+
+@pytest.fixture(scope="session")
+def halves(world):
+    """The workers cut into two jobs side by side: this worker's half (its ranks, its process set)."""
+    if world.size == 1:
+        return [0], workers.everyone
+    import horovod.torch as hvd
+
+    ranks = list(range(world.size))
+    parts = [ranks[: world.size // 2], ranks[world.size // 2 :]]
+    sets = [hvd.add_process_set(part) for part in parts]  # by all workers, in the same order
+    mine = 0 if world.rank in parts[0] else 1
+    return parts[mine], sets[mine]
