@@ -120,7 +120,7 @@ def _parse(line: bytes, start: int, end: int) -> Record:
     try:
         body = json.loads(line)
         return Record(body.pop("kind"), body.pop("attempt"), body.pop("time"), body, start, end)
-    except (ValueError, KeyError, AttributeError):  # zeros after a power cut, a line joined to a torn one
+    except (ValueError, KeyError, TypeError, AttributeError):  # zeros after a power cut, a line joined to a torn one
         return Record("damaged", 0, 0, {}, start, end)
 
 

@@ -109,6 +109,11 @@ class Tracker:
         return self._sender.position.run_id
 
     @property
+    def unsent(self) -> int:
+        """Bytes of the journal that have not reached MLflow yet."""
+        return self._journal.size - self._sender.position.offset
+
+    @property
     def attempt(self) -> int:
         """How many processes have written to this folder's journal, this one included."""
         return self._journal.attempt
