@@ -64,7 +64,7 @@ class ArraySource:
         origin: str = "image",
     ) -> None:
         """`origin` names the images in messages: `origin[index]`."""
-        arrays = [image if image.ndim == 3 else image[..., None] for image in images]
+        arrays = [np.ascontiguousarray(image if image.ndim == 3 else image[..., None]) for image in images]
         assert all(image.dtype == np.uint8 for image in arrays), "images are uint8"
         assert len({image.shape[2] for image in arrays}) == 1, "all images have the same number of channels"
         self.channels = arrays[0].shape[2]
@@ -75,7 +75,7 @@ class ArraySource:
         self._origin = origin
         content = hashlib.sha256(self._sizes.tobytes() + bytes([self.channels]))
         for image in arrays:
-            content.update(np.ascontiguousarray(image).data)
+            content.update(image.data)
         content.update(b"" if self.labels is None else self.labels.tobytes())
         self.digest = content.hexdigest()
 

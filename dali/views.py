@@ -68,9 +68,8 @@ def random_view(images: Node, fed: Mapping[str, Node], spec: ViewsSpec, layout: 
     plain = pixels
     if "column" in fed:
         # Kernels stay on the CPU on both devices: their sizes plan the launch.
-        blurred_type = types.FLOAT if "colour" in fed else types.UINT8
-        pixels = fn.filter(pixels, fed["column"], border="clamp", dtype=types.FLOAT)
-        pixels = fn.filter(pixels, fed["row"], border="clamp", dtype=blurred_type)
+        pixels = fn.filter(pixels, fed["column"], border="clamp")
+        pixels = fn.filter(pixels, fed["row"], border="clamp")
     if "colour" in fed:
         pixels = _map_colour(pixels, plain, fed)
     if "solarize" in fed:
@@ -97,19 +96,23 @@ def _map_colour(pixels: Node, plain: Node, fed: Mapping[str, Node]) -> Node:
 
 
 def crop_window(shape: Node, tries: Node, place: Node, spec: ViewsSpec) -> tuple[Node, Node]:
-    """`operands.crop_windows` in the graph, bit for bit: corner and extent, (2,) int32, of one image's window."""
+    """`operands.crop_windows` in the graph, bit for bit: corner and extent, (2,) int32, of one image's window.
+
+    Float64 as there, but where it reduces: DALI does that in int32 at most exactly.
+    """
     height, width = (fn.cast(shape[axis], dtype=types.FLOAT64) for axis in (0, 1))
     room = fn.stack(height, width)
     tallest, widest = (float(limit) for limit in ratio_limits(spec))
     windows = dmath.floor(tries * dmath.sqrt(height * width) + 0.5)
-    fits = fn.reductions.min(fn.cast((windows >= 1.0) & (windows <= room), dtype=types.FLOAT64), axes=[1])
-    rank = fits * np.arange(CROP_TRIES, 0, -1, dtype=np.float64)  # the first that fits ranks highest
+    inside = fn.cast((windows >= 1.0) & (windows <= room), dtype=types.INT32)
+    # The first that fits ranks highest; 0 where none does.
+    rank = fn.reductions.min(inside, axes=[1]) * np.arange(CROP_TRIES, 0, -1, dtype=np.int32)
     best = fn.reductions.max(rank)
-    chosen = fn.cast((rank == best) & (rank > 0.0), dtype=types.FLOAT64)
-    first = fn.reductions.sum(windows * fn.expand_dims(chosen, axes=[1]), axes=[0])
-    found = fn.cast(best > 0.0, dtype=types.FLOAT64)
-    other = dmath.min(room, dmath.floor(fn.stack(width * tallest, height * widest) + 0.5))
-    extent = first + (1.0 - found) * dmath.max(other, 1.0)
+    chosen = fn.cast((rank == best) & (rank > 0), dtype=types.INT32)
+    first = fn.reductions.sum(fn.cast(windows, dtype=types.INT32) * fn.expand_dims(chosen, axes=[1]), axes=[0])
+    found = fn.cast(best > 0, dtype=types.FLOAT64)
+    largest = dmath.min(room, dmath.floor(fn.stack(width * tallest, height * widest) + 0.5))
+    extent = first + (1.0 - found) * dmath.max(largest, 1.0)
     spare = room - extent
     corner = dmath.floor(found * place * (spare + 1.0) + (1.0 - found) * (spare / 2.0))
     return fn.cast(corner, dtype=types.INT32), fn.cast(extent, dtype=types.INT32)
