@@ -12,6 +12,7 @@ from dali.order import Shard, epoch_order
 from dali.sources import Source
 from pipeline import workers
 from pipeline.config import Config
+from pipeline.model import Backbone
 
 
 class Features(NamedTuple):
@@ -23,7 +24,7 @@ class Features(NamedTuple):
 
 @torch.no_grad()
 def extract(
-    backbone: torch.nn.Module,
+    backbone: Backbone,
     source: Source,
     config: Config,
     shard: Shard,
@@ -35,7 +36,6 @@ def extract(
     was_training = backbone.training
     backbone.eval()
     rows, labels = [], []
-    dtype = getattr(torch, config.precision.dtype)
     with EvalLoader(
         source,
         config.views,
@@ -45,11 +45,14 @@ def extract(
         indices=indices,
         device=str(device),
         threads=threads,
+        dtype=getattr(torch, config.precision.dtype),
+        channels_last=config.precision.channels_last,
     ) as loader:
         for batch in loader:
-            x = backbone(batch.images.to(dtype)).float()
+            x = backbone(batch.images).float()
             rows.append(torch.nn.functional.normalize(x, dim=1).cpu())
-            labels.append(torch.as_tensor(batch.labels))
+            assert batch.labels is not None, "a source without labels"
+            labels.append(batch.labels.cpu())
     backbone.train(was_training)
     if not rows:
         return Features(torch.zeros(0, backbone.feature_dim), torch.zeros(0, dtype=torch.int64))
@@ -78,7 +81,7 @@ def knn_predict(bank: Features, queries: Tensor, k: int, temperature: float, num
 
 
 def knn_accuracy(
-    backbone: torch.nn.Module,
+    backbone: Backbone,
     bank_source: Source,
     test_source: Source,
     config: Config,

@@ -16,7 +16,7 @@ import torch
 
 from dali.errors import InputError
 from dali.loader import Batch
-from dali.sources import Source, open_source
+from dali.sources import Source, has_test_split, open_source
 from pipeline import checkpoint, pictures, progress, sync_bn, training, workers
 from pipeline.config import Config
 from pipeline.features import knn_accuracy
@@ -51,7 +51,7 @@ def check(config: Config, device_kind: str | None = None) -> tuple[Source, Plan]
     source = open_source(config.data, "train")
     plan = make_plan(config, len(source))
     with torch.device("meta"):
-        build_model(config.model, config.data.channels, config.views.size)
+        build_model(config.model, config.data.channels, config.views.size, config.seed)
     if device_kind is not None:
         workers.choose_device(device_kind, 0, 1)
     check_output(config.output_path)
@@ -128,7 +128,9 @@ def prepare(config: Config, world: workers.World) -> Run:
         config.model.projector[-1], config.loss.lambd, config.loss.scale, config.loss.combine, config.loss.eps
     ).to(device)
     optimizer = build_optimizer(config.optimizer, list(model.named_parameters()), config.train.global_batch)
-    autocast = autocast_dtype(config.precision.autocast, config.model.backbone, device.type)
+    autocast = workers.from_rank_0(  # CPUs may differ between hosts
+        autocast_dtype(config.precision.autocast, config.model.backbone, device.type), "autocast"
+    )
     run = Run(
         config=config,
         plan=plan,
@@ -306,7 +308,7 @@ def pretrain(config: Config, world: workers.World) -> dict[str, Any]:
         summary = _finish(run, duties, verdict)
     except BaseException as error:
         if tracker is not None:
-            tracker.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", f"rank 0: {error!r}")
+            tracker.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", repr(error), rank=0)
         raise
     if tracker is not None:
         tracker.end("FINISHED")
@@ -314,11 +316,20 @@ def pretrain(config: Config, world: workers.World) -> dict[str, Any]:
 
 
 def open_test(config: Config, source: Source) -> Source | None:
-    """The labelled test split, or None where kNN is impossible: no labels, or no such split."""
-    if source.labels is None:
+    """The labelled test split, or None where the config names none or the training images have no labels.
+
+    Raises:
+        InputError: its classes are not those of the training images.
+    """
+    if source.labels is None or not has_test_split(config.data):
         return None
     test = open_source(config.data, "test")
-    return test if test is not None and test.labels is not None else None
+    if test.labels is None or test.classes != source.classes:
+        raise InputError(
+            f"data.test_path: {config.data.test_path or config.data.path} has other classes than the training images "
+            f"({len(test.classes or [])} against {len(source.classes or [])}); give the same class folders"
+        )
+    return test
 
 
 def facts(run: Run) -> dict[str, str]:

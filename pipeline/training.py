@@ -64,7 +64,7 @@ def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     run.gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
     run.scaler.unscale_(optimizer)
     if not run.scaler.is_enabled():
-        optimizer.found_inf = (~torch.isfinite(terms.loss.detach())).to(torch.float32)
+        optimizer.found_inf = (~torch.isfinite(terms.loss.detach())).to(torch.float32)  # type: ignore[attr-defined]
     run.scaler.step(optimizer)
     run.scaler.update()
     run.step += 1
@@ -131,7 +131,7 @@ def open_loader(run: Run) -> TwoViewLoader:
         threads=run.threads,
         prefetch=config.data.prefetch,
         dtype=getattr(torch, config.precision.dtype),
-        memory_format=torch.channels_last if config.precision.channels_last else torch.contiguous_format,
+        channels_last=config.precision.channels_last,
     )
 
 
@@ -151,7 +151,7 @@ def train(
     with open_loader(run) as loader:
         for batch in loader:
             result = train_step(run, batch.y1, batch.y2)
-            progress.add(loader.waited)
+            progress.add(loader.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
                 values = progress.measure(run.step, result.terms, run.optimizer)
                 if run.world.rank == 0:

@@ -9,7 +9,7 @@ import socket
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 # Horovod: the pause between two rounds of negotiation is the floor under every small collective; its default is 1 ms.
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
@@ -24,8 +24,8 @@ from torch import Tensor
 from dali.errors import InputError
 from dali.order import Shard
 
-ProcessSet = hvd.ProcessSet
-everyone = hvd.global_process_set
+ProcessSet: TypeAlias = hvd.ProcessSet
+everyone: ProcessSet = hvd.global_process_set
 
 
 class World(NamedTuple):
@@ -84,7 +84,18 @@ def together() -> Iterator[None]:
 
 def sum_(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
     """`x` becomes its sum over the workers, in place. Outside autograd."""
-    return hvd.synchronize(hvd.allreduce_async_(x, name=name, op=hvd.Sum, process_set=process_set))
+    hvd.synchronize(hvd.allreduce_async_(_flat(x), name=name, op=hvd.Sum, process_set=process_set))
+    return x
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The same memory as one row: Horovod refuses channels_last tensors, though elementwise sums need no order."""
+    dense = x.is_contiguous() or any(
+        x.dim() == dims and x.is_contiguous(memory_format=order)
+        for dims, order in ((4, torch.channels_last), (5, torch.channels_last_3d))
+    )
+    assert dense, f"a tensor with holes: {tuple(x.shape)}, strides {x.stride()}"
+    return x.detach().as_strided((x.numel(),), (1,))
 
 
 def gather(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
@@ -114,7 +125,7 @@ def share_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     state = from_rank_0(optimizer.state_dict() if hvd.rank() == 0 else None, "optimizer_state")
     if hvd.rank() != 0:
         optimizer.load_state_dict(state)
-    tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    tensors = {name: _flat(t) for name, t in model.state_dict().items() if t.numel()}
     hvd.broadcast_parameters(tensors, root_rank=0)
     check_equal_state(model, optimizer)
 
@@ -150,7 +161,7 @@ def check_equal_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 def _crc(value: Any) -> int:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().flatten()
-        return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+        return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
     return zlib.crc32(repr(value).encode())
 
 
@@ -180,9 +191,11 @@ class GradientSum:
         self.groups = _split_by_bytes([p for p, _ in reversed(self.passes)], groups)
         self.handles: dict[int, int] = {}
         self.remaining: list[int] = []
+        self.gradients: list[Tensor] = []
         for p, _ in self.passes:
             # One gradient for the whole run, in the parameter's own memory order: fused updates walk both side by side
             p.grad = torch.zeros_like(p)
+            self.gradients.append(p.grad)
         group_of = {p: index for index, group in enumerate(self.groups) for p in group}
         for p, _ in self.passes:
             p.register_post_accumulate_grad_hook(lambda p: self._finished(group_of[p]))
@@ -194,7 +207,7 @@ class GradientSum:
     def start(self) -> None:
         """Begin a step: all gradients become zero, in place."""
         assert not self.handles, "start() before the last step's wait()"
-        torch._foreach_zero_([p.grad for p, _ in self.passes])
+        torch._foreach_zero_(self.gradients)
         self.remaining = list(self._expected)
 
     def wait(self) -> None:
@@ -213,7 +226,7 @@ class GradientSum:
             self._send(index)
 
     def _send(self, index: int) -> None:
-        gradients = [p.grad for p in self.groups[index]]
+        gradients = [_flat(p.grad) for p in self.groups[index] if p.grad is not None]
         self.handles[index] = hvd.grouped_allreduce_async_(
             gradients, name=f"gradients.{index}", op=hvd.Sum, process_set=self.process_set
         )

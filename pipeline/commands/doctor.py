@@ -161,10 +161,17 @@ def _dali() -> str:
 
 
 def _mlflow() -> str:
-    from pipeline import tracking
+    from pipeline.config import Config, TrackingSection
+    from pipeline.tracking import Tracker
 
     with tempfile.TemporaryDirectory() as folder:
-        tracking.check_store(Path(folder))
+        # The environment's server, if any, is left alone: this is about the installation
+        settings = Config(tracking=TrackingSection(uri=f"sqlite:///{folder}/doctor.db", system_metrics=False))
+        tracker = Tracker.start(settings, Path(folder))
+        tracker.log(1, {"doctor": 1.0})
+        tracker.end("FINISHED", timeout=60)
+        if tracker.run_id is None:
+            raise Problem(f"{version('mlflow')} cannot write a run to a SQLite file", SET_UP_AGAIN)
     return f"{version('mlflow')} writes a run to SQLite"
 
 
