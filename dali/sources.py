@@ -21,7 +21,7 @@ class Source(Protocol):
 
     Attributes:
         labels: (N,) class of each image, or None where there are none.
-        classes: name of each class, or None.
+        classes: name of each class, or None. Test images have their training images' classes.
         digest: hex digest of the list: equal if and only if the images are taken to be the same.
         encoded: whether images are files to decode (JPEG, PNG, ...) or arrays.
         channels: of the arrays; files are decoded to as many as are wanted.
@@ -100,18 +100,19 @@ class ArraySource:
 class FolderSource:
     """Image files below a folder, at any depth, in the byte order of their paths.
 
-    The first folder level is the label; where images lie in the top folder itself there are no labels. Hidden files and
-    files without an image suffix are counted and passed over. The digest covers relative paths and sizes.
-
-    Raises:
-        InputError: the folder cannot be read or holds no image.
+    Each folder of the first level is a class; where images lie in the top folder itself there are no labels. Hidden
+    files and files without an image suffix are counted and passed over. The digest covers relative paths and sizes.
     """
 
     encoded = True
     channels = 3
 
-    def __init__(self, path: str | Path, key: str = "data.path") -> None:
-        """`key` is the config key to name in errors."""
+    def __init__(self, path: str | Path, key: str = "data.path", like: str | Path | None = None) -> None:
+        """`key` is the config key to name in errors; `like` a folder whose classes these are, by name.
+
+        Raises:
+            InputError: the folder cannot be read, holds no image, or holds a class that `like` does not.
+        """
         self._root = Path(path).expanduser().absolute()
         files: list[tuple[bytes, int]] = []
         try:
@@ -128,7 +129,22 @@ class FolderSource:
         files.sort()
         self._paths = [name for name, _ in files]
         self.digest = hashlib.sha256(b"".join(b"%s\0%d\n" % file for file in files)).hexdigest()
-        self.labels, self.classes = _labels_by_folder(self._paths)
+        self.labels: NDArray[np.int64] | None = None
+        self.classes: list[str] | None = None
+        if all(b"/" in name for name in self._paths):
+            classes = _class_folders(self._root if like is None else Path(like).expanduser())
+            self._set_labels(classes, key, like)
+
+    def _set_labels(self, classes: list[bytes], key: str, like: str | Path | None) -> None:
+        number = {name: place for place, name in enumerate(classes)}
+        mine = [name.split(b"/", 1)[0] for name in self._paths]
+        if unknown := sorted(set(mine) - set(number)):
+            raise InputError(
+                f"{key}: the class folder {os.fsdecode(unknown[0])!r} is not in {like}; "
+                "name the class folders of both alike"
+            )
+        self.labels = np.array([number[name] for name in mine], np.int64)
+        self.classes = [os.fsdecode(name) for name in classes]
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -173,7 +189,7 @@ def open_source(spec: DataSpec, split: Split) -> Source:
         return ArraySource(*read_cifar_split(root, split, key), origin=split)
     if split == "test" and spec.test_path is None:
         raise InputError("data.test_path: is not set; give the folder with the labelled test images")
-    return FolderSource(path, key)
+    return FolderSource(path, key, like=spec.path if split == "test" else None)
 
 
 def has_test_split(spec: DataSpec) -> bool:
@@ -213,12 +229,7 @@ def _list_images(root: bytes, below: bytes, files: list[tuple[bytes, int]], abov
     return ignored
 
 
-def _labels_by_folder(paths: list[bytes]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
-    """Labels and class names from the first folder level; None where an image lies at the top."""
-    firsts = [path.split(b"/", 1)[0] if b"/" in path else None for path in paths]
-    if None in firsts:
-        return None, None
-    names = sorted({first for first in firsts if first is not None})
-    number = {name: place for place, name in enumerate(names)}
-    labels = np.array([number[first] for first in firsts if first is not None], np.int64)
-    return labels, [os.fsdecode(name) for name in names]
+def _class_folders(root: Path) -> list[bytes]:
+    """The folders of the first level, in byte order: also empty ones, so that a second source can be numbered alike."""
+    with os.scandir(os.fsencode(root)) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(b"."))

@@ -78,10 +78,10 @@ def random_view(images: Node, fed: Mapping[str, Node], spec: ViewsSpec, layout: 
     return normalise(pixels, spec, layout)
 
 
-def normalise(pixels: Node, spec: ViewsSpec, layout: str, **crop: Any) -> Node:
-    """Bytes to float32 with the recipe's mean and deviation; `crop` goes to the operator."""
+def normalise(pixels: Node, spec: ViewsSpec, layout: str) -> Node:
+    """Bytes to float32 with the recipe's mean and deviation."""
     mean, std = [255 * value for value in spec.mean], [255 * value for value in spec.std]
-    return fn.crop_mirror_normalize(pixels, mean=mean, std=std, dtype=types.FLOAT, output_layout=layout, **crop)
+    return fn.crop_mirror_normalize(pixels, mean=mean, std=std, dtype=types.FLOAT, output_layout=layout)
 
 
 def _map_colour(pixels: Node, plain: Node, fed: Mapping[str, Node]) -> Node:
@@ -128,4 +128,8 @@ def centre_view(images: Node, spec: ViewsSpec, layout: str) -> Node:
     pixels = fn.resize(
         images, size=fn.cast(size, dtype=types.FLOAT), interp_type=types.INTERP_CUBIC, antialias=spec.antialias
     )
-    return normalise(pixels, spec, layout, crop=(spec.size, spec.size))
+    spare = size - spec.size
+    half = spare // 2
+    corner = half + (spare & half & 1)  # Python's round of spare / 2, which goes to the even neighbour
+    pixels = fn.slice(pixels, fn.cast(corner, dtype=types.INT32), [spec.size, spec.size], axes=[0, 1])
+    return normalise(pixels, spec, layout)
