@@ -13,6 +13,7 @@ VERBS = {
     "doctor": "check every part of the installation",
     "ui": "open MLflow on a run's output folder",
     "sync-tracking": "send what a tracking server missed",
+    "gradient": "tables of what ways of spreading the loss over workers do to its gradient",
     "reference": "write docs/configuration.md from the config sections",
 }
 
