@@ -87,6 +87,12 @@ def test_reduced_map_keeps_the_diagonal_and_single_large_entries():
     assert np.median(np.abs(redness[off])) < 15
 
 
+def test_diagonal_cell_is_the_mean_of_its_block():
+    c = np.diag(np.tile([1.0, 0.0], 256))  # half the features have not learned: no cell may look finished
+    shown = red(cells(correlation_map(c), 256)).diagonal()
+    assert np.array_equal(shown, red(cells(correlation_map(0.5 * np.eye(256)), 256)).diagonal())
+
+
 def test_ragged_last_block_counts_as_itself():
     c = np.zeros((10, 10))
     np.fill_diagonal(c, 1)
