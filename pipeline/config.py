@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dali.errors import InputError
 from dali.spec import Count, DataSpec, Positive, Section, ViewsSpec
@@ -83,6 +83,11 @@ class PrecisionSection(Section):
     )
     tf32: bool = Field(True, description="TensorFloat-32 in the model on GPUs; the loss never uses it.")
     channels_last: bool = Field(True, description="Memory order of images and convolutions.")
+
+    @field_validator("autocast", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare off as false
 
     @model_validator(mode="after")
     def _one_type(self) -> "PrecisionSection":

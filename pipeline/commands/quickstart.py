@@ -14,7 +14,7 @@ from pipeline import config, launching, workers
 from pipeline.progress import duration
 
 CONFIG = "configs/quickstart.yaml"
-TEST_EVERY = 4  # every 4th image of a class is a test image
+NUM_TEST = 597
 
 
 def run(args: list[str]) -> int:
@@ -47,15 +47,13 @@ def _name(number: int) -> str:
 
 
 def write_digits(folder: Path) -> None:
-    """The digits as FOLDER/train|test/CLASS/NUMBER.png, 8x8 grey, once."""
+    """The digits as FOLDER/train|test/CLASS/NUMBER.png, 8x8 grey, once. The last third, by other writers, is for testing."""
     if (folder / "complete").is_file():
         return
     digits = load_digits()
-    seen = dict.fromkeys(range(10), 0)
+    first_test = len(digits.images) - NUM_TEST
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        split = "test" if seen[label] % TEST_EVERY == TEST_EVERY - 1 else "train"
-        seen[label] += 1
-        target = folder / split / str(label) / f"{number:04d}.png"
+        target = folder / ("train" if number < first_test else "test") / str(label) / f"{number:04d}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((pixels * 255 / 16).round().astype(np.uint8)).save(target)
     (folder / "complete").write_text("")

@@ -60,6 +60,11 @@ def test_the_later_wins_and_numbers_are_read_laxly(tmp_path):
     assert (found.optimizer.lr_weights, found.optimizer.weight_decay, found.name) == (2e-3, 1e-6, "two")
 
 
+def test_a_bare_off_is_off(tmp_path):
+    """YAML 1.1 reads it as false."""
+    assert load(None, ["precision.autocast=off"]).precision.autocast == "off"
+
+
 def test_base_yaml_comes_first(tmp_path, monkeypatch):
     base = tmp_path / "base.yaml"
     base.write_text("seed: 7\nname: site\n")

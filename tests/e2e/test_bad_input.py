@@ -1,0 +1,84 @@
+"""What a user gets wrong ends with one line (key or path, value, remedy), exit 2, and no run."""
+
+import pytest
+from PIL import Image
+
+from pipeline.__main__ import main
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three images in a class folder."""
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for number in range(3):
+        Image.new("L", (8, 8), number * 100).save(tmp_path / "images" / "a" / f"{number}.png")
+    return tmp_path
+
+
+CASES = {
+    "missing folder": (["data.path={tmp}/nowhere"], "data.path: {tmp}/nowhere is not a folder"),
+    "empty folder": (["data.path={tmp}/empty"], "data.path: {tmp}/empty holds no images"),
+    "no data": (["data.path=''"], "data.path: is not set"),
+    "fewer images than the batch": (["train.global_batch=8"], "3 images"),
+    "unknown backbone": (["model.backbone=resnet51"], "resnet51"),
+    "no GPU": (["device=cuda"], "device: cuda, but no GPU is usable"),
+    "misspelt key": (["train.epoch=3"], "train.epoch: unknown key; did you mean epochs?"),
+    "wrong type": (["train.epochs=soon"], "train.epochs: 'soon' is refused"),
+    "negative": (["train.global_batch=-2"], "train.global_batch: -2 is refused"),
+    "unwritable output": (["output=/proc/nowhere"], "output: /proc/nowhere cannot be written"),
+    "more workers than samples": (["-np", "4"], "train.global_batch: 3 is fewer than the 4 workers"),
+    "no worker": (["-np", "0"], "-np 0: at least one worker is needed"),
+    "more workers than slots": (["-np", "3", "-H", "a:1,b:1"], "-np 3: the hosts have 2 slots"),
+    "odd hosts": (["-H", "a:x"], "a:x: is not host:slots"),
+    "two configs": (["configs/base.yaml"], "a second config file"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_ends_with_one_line_and_2(case, folder, capfd, monkeypatch):
+    words, expected = CASES[case]
+    (folder / "empty").mkdir()
+    output = folder / "output"
+    words = [word.replace("{tmp}", str(folder)) for word in words]
+    common = [f"data.path={folder}/images", "data.test_path=null", f"output={output}", "train.global_batch=3"]
+    code = main(["launch", QUICKSTART, *common, *words])
+    shown = capfd.readouterr()
+    assert code == 2, shown
+    lines = shown.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), shown.err
+    assert expected.replace("{tmp}", str(folder)) in lines[0]
+    assert not (output / "mlflow.db").exists() and not (output / "journal.jsonl").exists()
+
+
+def test_a_worker_started_by_hand_says_the_same(folder, capfd):
+    """horovodrun can be used without our launcher; the checks are the worker's too."""
+    code = main(["pretrain", QUICKSTART, f"data.path={folder}/nowhere", f"output={folder}/output"])
+    shown = capfd.readouterr()
+    assert code == 2 and shown.err.startswith("error: data.path:") and shown.err.count("\n") == 1
+    assert not (folder / "output" / "journal.jsonl").exists()
+
+
+def test_print_shows_the_line_that_starts_the_workers(folder, capfd):
+    words = ["launch", QUICKSTART, "-np", "4", "-H", "a:2,b:2", "seed=3", "--print"]
+    assert main(words) == 0
+    line = capfd.readouterr().out
+    assert "horovodrun -np 4 --hosts a:2,b:2" in line and "-m pipeline pretrain configs/quickstart.yaml seed=3" in line
+
+
+def test_dry_run_shows_what_the_config_means_and_starts_nothing(folder, capfd):
+    """Case 20: the effective values are equal for any number of workers at the same global batch."""
+    common = [f"data.path={folder}/images", "data.test_path=null", f"output={folder}/output", "train.global_batch=3"]
+    shown = []
+    for count in ("1", "2", "3"):
+        assert main(["launch", QUICKSTART, *common, "-np", count, "--dry-run", "device=cpu"]) == 0
+        shown.append(capfd.readouterr().out)
+    assert "lr_weights: 0.002" in shown[0] and "weights 0.002 -> 2.34375e-05" in shown[0]
+    assert "3 global, 1-2 local" in shown[1]
+
+    def without_workers(text):
+        return [line for line in text.splitlines() if not line.strip().startswith(("workers", "batch"))]
+
+    assert without_workers(shown[0]) == without_workers(shown[1]) == without_workers(shown[2])
+    assert not (folder / "output" / "journal.jsonl").exists()

@@ -1,0 +1,27 @@
+"""tests/workers under horovodrun: every rank runs the same tests in the same order."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_worker_tests_pass_on_every_rank(count):
+    """A rank that fails alone leaves the others waiting: the stall check ends them."""
+    horovodrun = Path(sys.executable).parent / "horovodrun"
+    command = [str(horovodrun), "-np", str(count), sys.executable, "-m", "pytest", "-q", "-x", "tests/workers"]
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    passed = [line for line in done.stdout.splitlines() if " passed" in line]
+    assert done.returncode == 0 and len(passed) == count, done.stdout[-6000:] + done.stderr[-3000:]
+    print(*passed, sep="\n")

@@ -1,0 +1,276 @@
+"""The step and the run on every worker: against plain torch on the whole batch, and against themselves."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dali.errors import InputError
+from dali.loader import TwoViewLoader
+from dali.order import Shard, worker_positions
+from dali.sources import open_source
+from pipeline import checkpoint, config, features, pretraining, training, workers
+from pipeline.commands.quickstart import write_digits
+from pipeline.model import build_model
+from tests.workers.test_loss import reference
+
+
+@pytest.fixture(scope="module")
+def digits(world, tmp_path_factory):
+    """A folder that all workers share, with the digits in it."""
+    folder = workers.from_rank_0(str(tmp_path_factory.mktemp("digits")) if world.rank == 0 else None, "digits")
+    with workers.together():
+        if world.rank == 0:
+            from pathlib import Path
+
+            write_digits(Path(folder) / "digits")
+    return folder
+
+
+@pytest.fixture
+def settings(digits, request):
+    """The quickstart's config, small; outputs below the shared folder, a new one each call."""
+    count = iter(range(100))
+
+    def make(*words):
+        return config.load(
+            config.CONFIGS / "quickstart.yaml",
+            [
+                f"data.path={digits}/digits/train",
+                "data.test_path=null",
+                f"output={digits}/{request.node.name}-{next(count)}",
+                "device=cpu",
+                "model.projector=[32, 32]",
+                "train.global_batch=25",
+                "train.epochs=1",
+                "train.stop_after_steps=6",
+                "schedule.warmup_epochs=0",
+                "knn.every_epochs=null",
+                "knn.at_start=false",
+                "tracking.system_metrics=false",
+                "tracking.log_every_steps=1",
+                *words,
+            ],
+        )
+
+    return make
+
+
+def whole_batch(made):
+    """Both views of the first global batch, as one process sees them."""
+    with TwoViewLoader(
+        open_source(made.data, "train"),
+        made.views,
+        channels=1,
+        seed=made.seed,
+        global_batch=made.train.global_batch,
+        micro_batches=made.train.micro_batches,
+        shard=Shard(0, 1),
+        stop_step=1,
+        dtype=torch.float64,
+        channels_last=made.precision.channels_last,
+    ) as loader:
+        return next(iter(loader))
+
+
+def plain_step(model, made, batch):
+    """The gradient in `model` (torch's own batch norm) of the whole batch's loss, in one graph."""
+    sizes = [p.stop - p.start for p in worker_positions(made.train.global_batch, made.train.micro_batches, Shard(0, 1))]
+    pairs = zip(batch.y1.split(sizes), batch.y2.split(sizes), strict=True)
+    parts = [(model.backbone(part1), model.backbone(part2)) for part1, part2 in pairs]
+    z = [model.projector(torch.cat(view)) for view in zip(*parts, strict=True)]
+    loss, on_diag, off_diag = reference(*z, made.loss.lambd)
+    (made.loss.scale * loss).backward()
+    return loss * made.loss.scale, on_diag, off_diag
+
+
+def assert_same_bits(a, b):
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
+    assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["allreduce", "gram"])
+def test_loss_gradients_and_statistics_are_one_process_s(world, settings, micro_batches, mode):
+    """25 samples on 2 or 3 workers: unequal slices, the same numbers to 1e-10 (DESIGN 2 and 4)."""
+    made = settings(
+        "precision.dtype=float64", f"train.micro_batches={micro_batches}", f"loss.combine={mode}", "loss.scale=0.5"
+    )
+    run = pretraining.prepare(made, world)
+    plain = build_model(made.model, 1, made.views.size, seed=made.seed).double().to(memory_format=torch.channels_last)
+    torch.testing.assert_close(dict(plain.state_dict()), dict(run.model.state_dict()), rtol=0, atol=0)
+    wanted = plain_step(plain, made, whole_batch(made))
+    with training.open_loader(run) as loader:
+        batch = next(iter(loader))
+    run.gradients.start()
+    outcome = training.backward(run, batch.y1, batch.y2)
+    run.gradients.wait()
+    for found, expected in zip(outcome.terms, wanted, strict=True):
+        assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    ours, theirs = dict(run.model.named_parameters()), dict(plain.named_parameters())
+    difference = sum((ours[n].grad - p.grad).square().sum().item() for n, p in theirs.items()) ** 0.5
+    size = sum(p.grad.square().sum().item() for p in theirs.values()) ** 0.5
+    assert difference <= 1e-10 * size
+    for name, p in theirs.items():  # each by itself: a small bias gradient must not hide behind large weights
+        assert (ours[name].grad - p.grad).norm() <= 1e-10 * p.grad.norm() + 1e-13, name
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(run.model.get_buffer(name), buffer, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_the_same_seed_gives_the_same_bits(world, settings):
+    """Two runs on as many workers: equal losses in the journal, equal weights and optimizer state."""
+    saved, losses = [], []
+    for _ in range(2):
+        made = settings()
+        pretraining.pretrain(made, world)
+        saved.append(checkpoint.load(checkpoint.path_of(made.output_path, 6)))
+        lines = [json.loads(line) for line in (made.output_path / "journal.jsonl").read_text().splitlines()]
+        losses.append([v["metrics"]["loss"] for v in lines if "loss" in v.get("metrics", {})])
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    assert_same_bits(*saved)
+
+
+@pytest.mark.parametrize("name", ["lars", "sgd"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(world, settings, name):
+    rule = [f"optimizer.name={name}", "optimizer.weight_decay=0.01"]
+    straight = settings(*rule)
+    pretraining.pretrain(straight, world)
+    stopped = settings(*rule, "train.stop_after_steps=3")
+    pretraining.pretrain(stopped, world)
+    resumed = stopped.model_copy(update={"train": straight.train})
+    summary = pretraining.pretrain(resumed, world)
+    assert summary["step"] == 6
+    a, b = (checkpoint.load(checkpoint.path_of(made.output_path, 6)) for made in (straight, resumed))
+    assert_same_bits(a, b)
+
+
+def test_a_run_on_other_images_or_settings_is_refused_with_what_changed(world, settings):
+    made = settings("train.stop_after_steps=2")
+    pretraining.pretrain(made, world)
+    other = made.model_copy(
+        update={"loss": made.loss.model_copy(update={"lambd": 0.1}), "train": made.train.model_copy(update={"epochs": 2})}
+    )
+    with pytest.raises(InputError, match=r"loss.lambd was 0.0051, is 0.1; train.epochs was 1.0, is 2"):
+        pretraining.pretrain(other, world)
+    with pytest.raises(InputError, match="is complete"):
+        pretraining.pretrain(made, world)
+
+
+def test_starting_moves_no_weight_and_all_workers_hold_the_same(world, settings):
+    """Case 3: with weight decay and a frozen parameter; a worker that differs is named, with the tensor."""
+    made = settings("optimizer.weight_decay=0.5", "optimizer.name=sgd")
+    run = pretraining.prepare(made, world)
+    untouched = build_model(made.model, 1, made.views.size, seed=made.seed).state_dict()
+    torch.testing.assert_close(dict(run.model.state_dict()), dict(untouched), rtol=0, atol=0)
+    next(run.model.parameters()).requires_grad_(False)
+    with torch.no_grad():
+        list(run.model.parameters())[3].add_(world.rank)
+    if world.size > 1:
+        name = [name for name, _ in run.model.named_parameters()][3]
+        with pytest.raises(RuntimeError, match=f"{name} differs between workers: rank 0 and rank 1"):
+            workers.check_equal_state(run.model, run.optimizer)
+    workers.share_state(run.model, run.optimizer)
+    torch.testing.assert_close(dict(run.model.state_dict()), dict(untouched), rtol=0, atol=0)
+
+
+def test_optimizer_state_travels_from_rank_0(world, settings):
+    run = pretraining.prepare(settings(), world)
+    with training.open_loader(run) as loader:
+        batch = next(iter(loader))
+    training.train_step(run, batch.y1, batch.y2)
+    before = copy.deepcopy(run.optimizer.state_dict())
+    for state in run.optimizer.state.values():
+        state["exp_avg"].add_(world.rank)
+    workers.share_state(run.model, run.optimizer)
+    torch.testing.assert_close(run.optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lars", "sgd", "adamw"])
+def test_a_step_with_a_loss_that_is_not_finite_changes_nothing(world, settings, name):
+    """Inf on the last rank alone reaches every worker's loss, and no worker's weights."""
+    run = pretraining.prepare(settings(f"optimizer.name={name}"), world)
+    with training.open_loader(run) as loader:
+        batch = next(iter(loader))
+    training.train_step(run, batch.y1, batch.y2)
+    weights = [p.detach().clone() for p in run.model.parameters()]
+    state = copy.deepcopy(run.optimizer.state_dict()["state"])
+    if world.rank == world.size - 1:
+        batch.y1[0] = torch.inf
+    terms = training.train_step(run, batch.y1, batch.y2).terms
+    assert not torch.isfinite(terms.loss)
+    for before, after in zip(weights, run.model.parameters(), strict=True):
+        torch.testing.assert_close(after.detach(), before, rtol=0, atol=0)
+    torch.testing.assert_close(run.optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    workers.check_equal_state(run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("autocast", ["bf16", "fp16"])
+def test_mixed_precision_trains(world, settings, autocast, micro_batches):
+    made = settings(f"precision.autocast={autocast}", f"train.micro_batches={micro_batches}")
+    run = pretraining.prepare(made, world)
+    assert run.scaler.is_enabled() == (autocast == "fp16")
+    losses = []
+    with training.open_loader(run) as loader:
+        for batch in loader:
+            outcome = training.train_step(run, batch.y1, batch.y2)
+            assert outcome.terms.loss.dtype == torch.float32
+            losses.append(outcome.terms.loss.item())
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    workers.check_equal_state(run.model, run.optimizer)
+    assert len(set(workers.gather_objects(run.scaler.get_scale(), "scale"))) == 1
+
+
+def test_parameters_that_a_step_leaves_out_do_not_stop_it(world, settings):
+    run = pretraining.prepare(settings(), world)
+    for layer in run.model.backbone.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    run.gradients = pretraining.sum_gradients(run.config, run.model)
+    with training.open_loader(run) as loader:
+        for batch in loader:
+            training.train_step(run, batch.y1, batch.y2)
+    assert run.step == 6
+
+
+def test_knn_counts_every_test_image_once_and_agrees_with_numpy(world, settings, digits):
+    made = settings("knn.k=7", "knn.batch=50", f"data.test_path={digits}/digits/test")
+    run = pretraining.prepare(made, world)
+    test = open_source(made.data, "test")
+    found = features.knn_accuracy(run.model.backbone, run.source, test, made, world, run.device, 1)
+    alone = Shard(0, 1)
+    bank, queries = (features.extract(run.model.backbone, s, made, alone, run.device, 1) for s in (run.source, test))
+    similarity = queries.x.numpy().astype(np.float64) @ bank.x.numpy().T.astype(np.float64)
+    right = 0
+    for row, label in zip(similarity, queries.labels.numpy(), strict=True):
+        nearest = np.argsort(-row)[:7]
+        votes = np.bincount(bank.labels.numpy()[nearest], np.exp(row[nearest] / made.knn.temperature), 10)
+        right += votes.argmax() == label
+    assert found == pytest.approx(100 * right / len(test), abs=1e-9)
+    assert run.model.training
+
+
+def test_a_mistake_of_one_worker_is_raised_by_all(world):
+    with pytest.raises(InputError, match=r"^rank 1 on .*: no such image$" if world.size > 1 else "no such image"):
+        with workers.together():
+            if world.rank == min(1, world.size - 1):
+                raise InputError("no such image")
+
+
+def test_a_vote_is_read_one_step_later_by_all(world):
+    vote = workers.Vote()
+    assert vote.cast(3 if world.rank == world.size - 1 else 0) == 0
+    assert vote.cast(0) == 3
+    assert vote.cast(0) == 0
+    vote.close()
+
+
+def test_time_that_is_up_ends_all_workers_after_the_same_step(world, settings):
+    made = settings("train.max_minutes=0.000001")
+    summary = pretraining.pretrain(made, world)
+    assert summary["stopped_by"] == "train.max_minutes" and summary["step"] < 6
+    assert len(set(workers.gather_objects(summary["step"], "stopped"))) == 1
+    assert checkpoint.path_of(made.output_path, summary["step"]).exists()
