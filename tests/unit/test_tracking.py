@@ -104,7 +104,7 @@ def test_pictures_are_named_as_the_page_of_mlflow_expects(output, client):
     ours = sorted(a.path for a in client.list_artifacts(tracker.run_id, "images"))
     assert client.get_run(tracker.run_id).data.tags["mlflow.loggedImages"] == "True"
 
-    other = client.create_run("0").info.run_id
+    other = client.create_run(client.get_run(tracker.run_id).info.experiment_id).info.run_id
     client.log_image(other, np.zeros((40, 30), np.uint8), key="a/b", step=7, timestamp=1796051427398)
     theirs = sorted(a.path for a in client.list_artifacts(other, "images"))
     shapes = [[re.sub(r"\d{13}", "TIME", re.sub(r"[0-9a-f-]{36}", "ID", p)) for p in paths] for paths in (ours, theirs)]
