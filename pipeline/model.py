@@ -100,21 +100,18 @@ def build_model(section: ModelSection, in_channels: int, image_size: int, seed: 
 
 
 def check_image_size(backbone: Backbone, name: str, in_channels: int, image_size: int) -> None:
-    """Refuse views too small for the backbone, by a forward pass on tensors without data.
+    """Refuse views too small for the backbone, by a forward pass on copies of its tensors without data.
 
     Raises:
         InputError: naming the size and torch's reason.
     """
     without_data = {key: tensor.to("meta") for key, tensor in backbone.state_dict(keep_vars=True).items()}
     views = torch.empty(2, in_channels, image_size, image_size, device="meta")
-    backbone.eval()  # running statistics and random draws are not touched
     try:
         with torch.no_grad():
             features = torch.func.functional_call(backbone, without_data, (views,))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise _wrong_size(name, image_size, error) from None
-    finally:
-        backbone.train()
     assert features.shape == (2, backbone.feature_dim), (name, features.shape)
 
 
