@@ -11,6 +11,7 @@ VERBS = {
     "pretrain": "one worker of a run",
     "quickstart": "pretrain on scikit-learn's handwritten digits",
     "doctor": "check every part of the installation",
+    "exactness": "how equal runs on 1, 2, 3, 4 workers are",
     "ui": "open MLflow on a run's output folder",
     "sync-tracking": "send what a tracking server missed",
     "gradient": "tables of what ways of spreading the loss over workers do to its gradient",

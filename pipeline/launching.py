@@ -136,19 +136,8 @@ def launch(args: list[str]) -> int:
 
 
 def run_filtered(command: list[str], environment: dict[str, str], output: Path) -> int:
-    """Run horovodrun; show rank 0's lines bare, other ranks' with their number, its own only if no worker says why."""
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
-    )
-    assert process.stdout is not None
-    own_words = []
-    for line in process.stdout:
-        match = PREFIX.match(line)
-        if match is None:
-            own_words.append(line)
-        else:
-            show(match[1], line[match.end() :].rstrip("\n"), sys.stdout if match[2] != "stderr" else sys.stderr)
-    code = process.wait()
+    """Run horovodrun for a run in `output`; returns the code of the worker that failed first, and shows why it did."""
+    code, own_words = _run(command, environment)
     if code == 0:
         return 0
     failure = failures.first(output)
@@ -165,6 +154,30 @@ def run_filtered(command: list[str], environment: dict[str, str], output: Path) 
             file=sys.stderr,
         )
     return failure.exit_code
+
+
+def run_plainly(command: list[str], environment: dict[str, str]) -> int:
+    """Run horovodrun for a job without an output folder; returns 0 or 1."""
+    code, own_words = _run(command, environment)
+    if code != 0:
+        sys.stderr.writelines(own_words[-5:])
+    return min(code, 1)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """Show rank 0's lines bare and other ranks' with their number; returns the code, and horovodrun's own lines."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    own_words = []
+    for line in process.stdout:
+        match = PREFIX.match(line)
+        if match is None:
+            own_words.append(line)
+        else:
+            show(match[1], line[match.end() :].rstrip("\n"), sys.stdout if match[2] != "stderr" else sys.stderr)
+    return process.wait(), own_words
 
 
 def show(rank: str, text: str, stream: TextIO) -> None:

@@ -21,7 +21,7 @@ from pipeline import checkpoint, pictures, progress, sync_bn, training, workers
 from pipeline.config import Config
 from pipeline.features import knn_accuracy
 from pipeline.loss import BarlowTwinsLoss
-from pipeline.model import autocast_dtype, build_model
+from pipeline.model import BarlowTwins, autocast_dtype, build_model
 from pipeline.optim import build_optimizer
 from pipeline.plan import Plan, describe, make_plan
 from pipeline.tracking import Tracker
@@ -108,30 +108,38 @@ def prepare(config: Config, world: workers.World) -> Run:
             )
     check_same_list(source)
     check_output_is_shared(config.output_path, world.rank)
+    with workers.together():
+        run = build(config, world, device, source, plan)
+    if run.autocast != (decided := workers.from_rank_0(run.autocast, "autocast")):  # CPUs may differ between hosts
+        run.autocast = decided
+    resume(run)
+    workers.share_state(run.model, run.optimizer)
+    return run
+
+
+def build(config: Config, world: workers.World, device: torch.device, source: Source, plan: Plan) -> Run:
+    """A run at step 0, without a word to other workers; equal on all of them by its seed.
+
+    Raises:
+        InputError: the weights file.
+    """
     threads = config.data.threads or workers.threads_per_worker(world.local_size)
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
-
-    with workers.together():
-        model = build_model(config.model, config.data.channels, config.views.size, seed=config.seed)
-        if config.model.weights is not None:
-            report = load_backbone_weights(model.backbone, Path(config.model.weights))
-            if world.rank == 0:
-                print(f"weights: {report}", flush=True)
-    sync_bn.convert(model)
+    model = build_model(config.model, config.data.channels, config.views.size, seed=config.seed)
+    if config.model.weights is not None:
+        report = load_backbone_weights(model.backbone, Path(config.model.weights))
+        if world.rank == 0:
+            print(f"weights: {report}", flush=True)
+    sync_bn.convert(model, world.process_set)
     memory_format = torch.channels_last if config.precision.channels_last else torch.contiguous_format
     dtype = getattr(torch, config.precision.dtype)
     model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
-    loss = BarlowTwinsLoss(
-        config.model.projector[-1], config.loss.lambd, config.loss.scale, config.loss.combine, config.loss.eps
-    ).to(device)
-    optimizer = build_optimizer(config.optimizer, list(model.named_parameters()), config.train.global_batch)
-    autocast = workers.from_rank_0(  # CPUs may differ between hosts
-        autocast_dtype(config.precision.autocast, config.model.backbone, device.type), "autocast"
-    )
-    run = Run(
+    loss = config.loss
+    autocast = autocast_dtype(config.precision.autocast, config.model.backbone, device.type)
+    return Run(
         config=config,
         plan=plan,
         world=world,
@@ -139,22 +147,23 @@ def prepare(config: Config, world: workers.World) -> Run:
         threads=threads,
         source=source,
         model=model,
-        loss=loss,
-        optimizer=optimizer,
-        gradients=sum_gradients(config, model),
+        loss=BarlowTwinsLoss(
+            config.model.projector[-1], loss.lambd, loss.scale, loss.combine, loss.eps, world.process_set
+        ).to(device),
+        optimizer=build_optimizer(config.optimizer, list(model.named_parameters()), config.train.global_batch),
+        gradients=sum_gradients(config, model, world.process_set),
         scaler=torch.amp.GradScaler(device.type, enabled=autocast is torch.float16),
         autocast=autocast,
     )
-    resume(run)
-    workers.share_state(run.model, run.optimizer)
-    return run
 
 
-def sum_gradients(config: Config, model: Any) -> workers.GradientSum:
+def sum_gradients(
+    config: Config, model: BarlowTwins, process_set: workers.ProcessSet = workers.everyone
+) -> workers.GradientSum:
     """With micro-batches the backbone takes part in one backward pass each, the projector in a single one."""
     passes = [(p, config.train.micro_batches) for p in model.backbone.parameters() if p.requires_grad]
     passes += [(p, 1) for p in model.projector.parameters() if p.requires_grad]
-    return workers.GradientSum(passes, config.train.gradient_groups)
+    return workers.GradientSum(passes, config.train.gradient_groups, process_set)
 
 
 def check_same_list(source: Source) -> None:

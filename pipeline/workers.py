@@ -36,6 +36,7 @@ class World(NamedTuple):
     local_rank: int
     local_size: int
     hosts: tuple[str, ...]  # one a rank
+    process_set: ProcessSet = everyone  # those who share a batch; rank and size count within it
 
     @property
     def shard(self) -> Shard:
@@ -47,6 +48,15 @@ def start() -> World:
     hvd.init()
     hosts = tuple(hvd.allgather_object(socket.gethostname(), name="hosts"))
     return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
+
+
+def process_set(ranks: Iterable[int]) -> ProcessSet:
+    """A set of workers with collectives of its own; made by all workers, in the same order.
+
+    Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 from the start, unless it is all of them.
+    """
+    ranks = list(ranks)
+    return everyone if ranks == list(range(hvd.size())) else hvd.add_process_set(ranks)
 
 
 def built() -> dict[str, bool]:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipeline import config, launching, workers
 from pipeline.progress import duration
+from pipeline.samples import write_digits
 
 CONFIG = "configs/quickstart.yaml"
-NUM_TEST = 597
 
 
 def run(args: list[str]) -> int:
@@ -44,19 +43,6 @@ def _next_output(parent: Path) -> Path:
 
 def _name(number: int) -> str:
     return "quickstart" if number == 1 else f"quickstart-{number}"
-
-
-def write_digits(folder: Path) -> None:
-    """The digits as FOLDER/train|test/CLASS/NUMBER.png, 8x8 grey, once. The last third, by other writers, is for testing."""
-    if (folder / "complete").is_file():
-        return
-    digits = load_digits()
-    first_test = len(digits.images) - NUM_TEST
-    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        target = folder / ("train" if number < first_test else "test") / str(label) / f"{number:04d}.png"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((pixels * 255 / 16).round().astype(np.uint8)).save(target)
-    (folder / "complete").write_text("")
 
 
 def raw_pixel_accuracy(folder: Path) -> float:

@@ -12,8 +12,8 @@ from dali.loader import TwoViewLoader
 from dali.order import Shard, worker_positions
 from dali.sources import open_source
 from pipeline import checkpoint, config, features, pretraining, training, workers
-from pipeline.commands.quickstart import write_digits
 from pipeline.model import build_model
+from pipeline.samples import write_digits
 from tests.workers.test_loss import reference
 
 
