@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from images import crops, photo, with_mean
 from PIL import Image
+from scipy.spatial.transform import Rotation
 
 from dali.loader import EvalLoader, TwoViewLoader
-from dali.order import Shard, view_params
+from dali.operands import GREY, colour_maps
+from dali.order import JITTER_OPS, Shard, view_params
 from dali.sources import ArraySource, FolderSource
 from dali.spec import JitterSpec, ViewsSpec
 from dali.torchvision_reference import denormalise, reference_view
@@ -66,8 +68,6 @@ def test_operators_agree_with_torchvision(operator, picture):
 @pytest.mark.parametrize("picture", PICTURES)
 def test_extreme_factors_agree_with_torchvision(picture):
     # 0.6 and 1.4 exactly: draws seldom reach them.
-    from dali.operands import colour_maps
-
     square = np.ascontiguousarray(PICTURES[picture][40 : 40 + SIZE, 60 : 60 + SIZE])
     spec = ViewsSpec(size=SIZE, **PLAIN, jitter=jitter(brightness=0.4, contrast=0.4, saturation=0.2))
     for name in ("brightness", "contrast", "saturation"):
@@ -79,6 +79,28 @@ def test_extreme_factors_agree_with_torchvision(picture):
             mapped = square @ m[0].T.astype(float) + k[0].astype(float) @ square.mean(axis=(0, 1))
             error = abs(np.clip(np.round(mapped), 0, 255) - reference_view(square, row[0], spec))
             assert error.max() <= 2, (name, factor)
+
+
+def test_one_map_holds_the_jitter_in_any_order():
+    # Each operator on pixels, as its definition says, without rounding or clipping.
+    pixels = photo("flower", 20, 15).reshape(-1, 3).astype(float)
+    spec = ViewsSpec(jitter=JitterSpec(prob=1), grey=0.3)
+    params = view_params(0, 0, np.arange(60), 0, spec, 3)
+    assert len(np.unique(params["order"], axis=0)) > 15
+    for row, m, k in zip(params, *colour_maps(params, 3), strict=True):
+        stepwise = pixels
+        for operator in row["order"]:
+            name = JITTER_OPS[operator]
+            factor = row[name]
+            if name == "hue":  # red towards green
+                stepwise = Rotation.from_rotvec(2 * np.pi * factor * np.full(3, 3**-0.5)).apply(stepwise)
+                continue
+            grey = stepwise @ GREY
+            neutral = {"brightness": 0, "contrast": grey.mean(), "saturation": grey[:, None]}[name]
+            stepwise = factor * stepwise + (1 - factor) * neutral
+        if row["grey"]:
+            stepwise = (stepwise @ GREY)[:, None]
+        np.testing.assert_allclose(pixels @ m.T + k @ pixels.mean(axis=0), stepwise + 0 * pixels, atol=1e-3)
 
 
 @pytest.mark.parametrize("picture", PICTURES)
