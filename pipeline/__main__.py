@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 from dali.errors import InputError
+from pipeline import stopping
 
 VERBS = {
     "launch": "pretrain with several workers (what ./run.sh pretrain calls)",
@@ -23,6 +24,8 @@ def main(words: list[str]) -> int:
     if not words or words[0] not in VERBS:
         print("\n".join(f"  {verb:<14} {text}" for verb, text in VERBS.items()))
         return 0 if not words or words[0] in ("-h", "--help") else 2
+    if words[0] == "pretrain":
+        stopping.block()
     command = import_module(f"pipeline.commands.{words[0].replace('-', '_')}")
     try:
         return command.run(words[1:])

@@ -25,7 +25,7 @@ def path_of(output: Path, step: int) -> Path:
 
 
 def save(output: Path, state: dict[str, Any], keep: int, milestone: bool) -> Path:
-    """Write `state` as the newest checkpoint of `output`; afterwards only the newest `keep` and the milestones remain."""
+    """Write `state` as the newest checkpoint of `output`; then only the newest `keep` and the milestones remain."""
     target = path_of(output, state["step"])
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(".*.tmp"):  # of a writer that was killed

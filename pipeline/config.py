@@ -11,6 +11,7 @@ from dali.spec import Count, DataSpec, Positive, Section, ViewsSpec
 
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SHARED_BY_ALL = CONFIGS / "base.yaml"
@@ -45,11 +46,9 @@ class OptimizerSection(Section):
         256, description="The rates are per this many samples: effective = rate x global_batch / this. null: as given."
     )
     weight_decay: NotNegative = Field(1e-6, description="Decay of weights; 1-dimensional parameters have none.")
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="lars and sgd only; null there means 0.9."
-    )
+    momentum: BelowOne | None = Field(None, description="lars and sgd only; null there means 0.9.")
     trust_coefficient: Positive | None = Field(None, description="lars only; null there means 0.001.")
-    betas: tuple[Share, Share] | None = Field(None, description="adamw only; null there means (0.9, 0.999).")
+    betas: tuple[BelowOne, BelowOne] | None = Field(None, description="adamw only; null there means (0.9, 0.999).")
 
     @model_validator(mode="after")
     def _no_option_without_effect(self) -> "OptimizerSection":
@@ -102,6 +101,9 @@ class CheckpointSection(Section):
     keep: Count = Field(3, description="How many of the latest checkpoints stay.")
     milestone_epochs: Count | None = Field(100, description="Checkpoints of every so many epochs stay for good.")
     resume: str = Field("auto", description="`auto`: go on from the latest in `output`; `never`; or a file.")
+    stop_seconds: Count = Field(
+        300, description="After SIGTERM, how long the launcher lets workers save before it kills them."
+    )
     allow_change: tuple[str, ...] = Field(
         (), description="Keys (`images` for the list of files) that may differ from the checkpoint's on resume."
     )
@@ -150,7 +152,7 @@ class Config(Section):
     def _across_sections(self) -> "Config":
         if len(self.views.mean) != self.data.channels:
             raise ValueError(
-                f"views.mean: {len(self.views.mean)} values for data.channels={self.data.channels}; give one per channel"
+                f"views.mean: {len(self.views.mean)} values for data.channels={self.data.channels}; give one each"
             )
         if self.schedule.warmup_epochs > self.train.epochs:
             raise ValueError(

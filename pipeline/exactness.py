@@ -23,7 +23,7 @@ from pipeline.plan import make_plan
 from pipeline.samples import write_photographs
 from pipeline.training import Run
 
-# float64: rounding is 1e-16; a loss of D² terms and a gradient through 18 layers of batch norm keep all but a few digits.
+# float64: rounding is 1e-16; a loss of D² terms and a gradient through 18 layers keep all but a few digits.
 # float32: rounding is 6e-8, a factor 5e8 more; the same digits are lost on the way (docs/exactness.md has the figures).
 BOUNDS = {
     "float64": {"loss": 1e-12, "statistics": 1e-12, "gradient": 1e-10},
@@ -97,7 +97,9 @@ def measure(options: Options) -> list[Row]:
 
 
 class _Comparison:
-    def __init__(self, made: Config, world: workers.World, sets: dict[int, workers.ProcessSet], options: Options) -> None:
+    def __init__(
+        self, made: Config, world: workers.World, sets: dict[int, workers.ProcessSet], options: Options
+    ) -> None:
         self.made, self.world, self.sets, self.options = made, world, sets, options
         self.source = open_source(made.data, "train")
         self.plan = make_plan(made, len(self.source))
@@ -239,7 +241,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 def table(rows: list[Row]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| | type | optimizer | combine | workers | samples | views | loss | BN statistics | gradient / weights | bound | |",
+        "| | type | rule | combine | workers | samples | views | loss | BN statistics | gradient (weights) | bound | |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -255,5 +257,3 @@ def table(rows: list[Row]) -> str:
 def environment() -> dict[str, str]:
     """What the job needs: process sets made while it runs, and one core a worker."""
     return os.environ | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "OMP_NUM_THREADS": "1"}
-
-

@@ -17,6 +17,7 @@ from dali.errors import InputError
 
 DONE, ERROR, MISTAKE = 0, 1, 2
 FOLDER = "errors"
+EXIT_CODE = ".exit-code"
 _output: Path | None = None
 
 
@@ -61,7 +62,18 @@ def first(output: Path) -> Failure | None:
     return min(found, default=None)
 
 
+def leave(output: Path, code: int) -> None:
+    """Note the exit code with which all workers leave in order."""
+    (output / EXIT_CODE).write_text(f"{code}\n")
+
+
+def exit_code(output: Path) -> int | None:
+    """The code of a launch whose workers left in order, or None."""
+    file = output / EXIT_CODE
+    return int(file.read_text()) if file.exists() else None
+
+
 def forget(output: Path) -> None:
-    """Remove the failures of an earlier launch."""
-    for file in (output / FOLDER).glob("rank*.json"):
-        file.unlink()
+    """Remove what an earlier launch left of these."""
+    for file in [*(output / FOLDER).glob("rank*.json"), output / EXIT_CODE]:
+        file.unlink(missing_ok=True)

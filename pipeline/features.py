@@ -91,7 +91,7 @@ def knn_accuracy(
 ) -> float:
     """Per cent of the test images whose class their nearest training images name; every test image counts once.
 
-    Workers embed a slice each of bank and test set; the bank is gathered, and each worker classifies its own test slice.
+    Workers embed a slice each of bank and test set; the bank is gathered, and each classifies its own test slice.
     """
     indices = None
     if config.knn.bank_size is not None and config.knn.bank_size < len(bank_source):

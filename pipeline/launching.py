@@ -4,15 +4,19 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from dali.errors import InputError
 from pipeline import failures
 from pipeline.config import Config, dump, load
 from pipeline.progress import bar
+from pipeline.stopping import SIGNALS
 
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
 PROGRESS = re.compile(r"^step (\d+)/(\d+)  ")
@@ -129,18 +133,24 @@ def launch(args: list[str]) -> int:
     output = config.output_path
     failures.forget(output)
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
+    environment["HOROVOD_GRACEFUL_TERMINATION_SECONDS"] = str(config.checkpoint.stop_seconds)
     if here and count == 1:
         command = [sys.executable, "-m", "pipeline", *worker_words(options)]
-        return subprocess.run(command, env=environment, check=False).returncode
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        with _signals_passed_to(process, as_they_are=True):
+            return process.wait()
     return run_filtered(horovodrun(options, count), environment, output)
 
 
 def run_filtered(command: list[str], environment: dict[str, str], output: Path) -> int:
     """Run horovodrun for a run in `output`; returns the code of the worker that failed first, and shows why it did."""
-    code, own_words = _run(command, environment)
+    code, own_words, interrupted = _run(command, environment)
     if code == 0:
         return 0
     failure = failures.first(output)
+    in_order = failures.exit_code(output)
+    if failure is None and in_order is not None:
+        return 130 if interrupted else in_order
     if failure is None:
         sys.stderr.writelines(own_words[-40:])
         print(f"error: horovodrun ended with {code} before a worker could say why", file=sys.stderr)
@@ -158,26 +168,57 @@ def run_filtered(command: list[str], environment: dict[str, str], output: Path) 
 
 def run_plainly(command: list[str], environment: dict[str, str]) -> int:
     """Run horovodrun for a job without an output folder; returns 0 or 1."""
-    code, own_words = _run(command, environment)
+    code, own_words, _ = _run(command, environment)
     if code != 0:
         sys.stderr.writelines(own_words[-5:])
     return min(code, 1)
 
 
-def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
-    """Show rank 0's lines bare and other ranks' with their number; returns the code, and horovodrun's own lines."""
+def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str], bool]:
+    """Show rank 0's lines bare and other ranks' with their number.
+
+    Returns horovodrun's code, its own lines, and whether Ctrl-C came.
+    """
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+        start_new_session=True,  # a terminal's Ctrl-C reaches us alone; the workers are told by one way only
     )
     assert process.stdout is not None
     own_words = []
-    for line in process.stdout:
-        match = PREFIX.match(line)
-        if match is None:
-            own_words.append(line)
-        else:
-            show(match[1], line[match.end() :].rstrip("\n"), sys.stdout if match[2] != "stderr" else sys.stderr)
-    return process.wait(), own_words
+    with _signals_passed_to(process) as seen:
+        for line in process.stdout:
+            match = PREFIX.match(line)
+            if match is None:
+                own_words.append(line)
+            else:
+                show(match[1], line[match.end() :].rstrip("\n"), sys.stdout if match[2] != "stderr" else sys.stderr)
+        return process.wait(), own_words, signal.SIGINT in seen
+
+
+@contextmanager
+def _signals_passed_to(process: subprocess.Popen[Any], as_they_are: bool = False) -> Iterator[list[int]]:
+    """A block in which signals to us go to `process`; yields the list of those that came.
+
+    horovodrun passes SIGTERM to its workers, and ends at once by any other; a second signal of ours kills it, at which its
+    workers' guardians send them SIGTERM again.
+    """
+    seen: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        seen.append(number)
+        process.send_signal(number if as_they_are else signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def show(rank: str, text: str, stream: TextIO) -> None:

@@ -5,9 +5,10 @@ With B samples over all workers and z1, z2 normalised over all of them,
     c = z1ᵀ z2 / B,    loss = scale · [ Σ_i (c_ii − 1)² + lambd · Σ_{i≠j} c_ij² ]
 
 c is a sum over samples, hence over workers, so `allreduce(op=Sum)` forms the c of the whole batch, and every worker
-computes the same loss. (`gather` and `gram` come to the same loss by other ways.) A worker's backward gives dL/dθ *through its own samples*; the gradient is the sum of these
-contributions, taken by the optimizer. So the backward sends nothing here and nothing is divided by the number of
-workers. With G = ½ dL/dc the closed form is, for the worker's own rows,
+computes the same loss. (`gather` and `gram` come to the same loss by other ways.) A worker's backward gives dL/dθ
+*through its own samples*; the gradient is the sum of these contributions, taken where gradients are summed
+(workers.GradientSum). So the backward sends nothing here, and nothing is divided by the number of workers. With
+G = ½ dL/dc the closed form is, for the worker's own rows,
 
     dL/dz1 = (2/B) z2 Gᵀ,    dL/dz2 = (2/B) z1 G,    G_ii = c_ii − 1,   G_ij = lambd · c_ij
 """
@@ -24,7 +25,7 @@ from pipeline.sync_bn import SyncBatchNorm
 
 
 class Terms(NamedTuple):
-    """Scalars, equal on all workers. Only `loss` has a gradient; `on_diag` and `off_diag` have no lambd and no scale."""
+    """Scalars, equal on all workers. Only `loss` has a gradient; `on_diag` and `off_diag` know no lambd, no scale."""
 
     loss: Tensor
     on_diag: Tensor
@@ -148,8 +149,8 @@ class _ThroughC(torch.autograd.Function):
 class _ThroughGram(torch.autograd.Function):
     """The loss from the B×B Gram matrices K1 = Z1 Z1ᵀ, K2 = Z2 Z2ᵀ; D×D is never formed. For B < D.
 
-    Σ_ij c_ij² = ⟨K1, K2⟩ / B². Each worker holds its own rows of K: 2·B·D numbers sent, n·B·D multiplications. off_diag is
-    the difference Σ_ij c_ij² − Σ_i c_ii²; c has rank < B, so the first is at least (Σ_i c_ii)²/B, and for B ≤ D/2 the
+    Σ_ij c_ij² = ⟨K1, K2⟩ / B². Each worker holds its own rows of K: 2·B·D numbers sent, n·B·D multiplications. off_diag
+    is the difference Σ_ij c_ij² − Σ_i c_ii²; c has rank < B, so the first is at least (Σ_i c_ii)²/B, and for B ≤ D/2 the
     subtraction costs at most one bit where c_ii = 1 (test_loss.py measures the error against float64).
     """
 

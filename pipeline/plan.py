@@ -55,7 +55,9 @@ def describe(config: Config, plan: Plan, size: int, device: str, threads: int) -
     """The block printed at the start and by --dry-run: everything whose misreading makes a recipe another one."""
     train, rates = config.train, effective_rates(config.optimizer, config.train.global_batch)
     local = [
-        sum(part.stop - part.start for part in worker_positions(train.global_batch, train.micro_batches, Shard(r, size)))
+        sum(
+            part.stop - part.start for part in worker_positions(train.global_batch, train.micro_batches, Shard(r, size))
+        )
         for r in range(size)
     ]
     per = config.optimizer.reference_batch

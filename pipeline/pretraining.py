@@ -1,4 +1,4 @@
-"""A pretraining run from its config to its last file: what is built, what is due after a step, what remains at the end."""
+"""A pretraining run from its config to its last file: what is built, what is due after a step, what remains."""
 
 import json
 import math
@@ -17,7 +17,7 @@ import torch
 from dali.errors import InputError
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, pictures, progress, sync_bn, training, workers
+from pipeline import checkpoint, pictures, progress, stopping, sync_bn, training, workers
 from pipeline.config import Config
 from pipeline.features import knn_accuracy
 from pipeline.loss import BarlowTwinsLoss
@@ -228,33 +228,16 @@ def resume(run: Run) -> None:
                 "or accept with checkpoint.allow_change=[KEY, ...]"
             )
         if state["step"] >= run.plan.stop_step:
-            raise InputError(f"output: the run in {config.output_path} is complete (step {state['step']}); write another")
+            raise InputError(
+                f"output: the run in {config.output_path} is complete (step {state['step']}); write another"
+            )
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
-    run.step = state["step"]
+    run.step, run.resumed_run_id = state["step"], state["run_id"]
     if run.world.rank == 0:
         print(f"resuming at step {run.step} from {chosen}", flush=True)
-
-
-def save(run: Run, run_id: str | None) -> None:
-    """Write a checkpoint on rank 0, once all workers are known to hold the same state."""
-    workers.check_equal_state(run.model, run.optimizer)
-    if run.world.rank != 0:
-        return
-    every = run.plan.milestone_steps
-    state = {
-        "step": run.step,
-        "model": run.model.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "config": run.config.model_dump(mode="json"),
-        "run_id": run_id,
-        "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
-    }
-    milestone = every is not None and run.step % every == 0
-    checkpoint.save(run.config.output_path, state, run.config.checkpoint.keep, milestone)
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -281,7 +264,26 @@ class Duties:
         if plan.knn_steps is not None and step % plan.knn_steps == 0 and step != plan.stop_step:
             self.judge(run)
         if step % plan.checkpoint_steps == 0 and step != plan.stop_step:
-            save(run, self.tracker.run_id if self.tracker else None)
+            self.save(run)
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint on rank 0, once all workers are known to hold the same state."""
+        workers.check_equal_state(run.model, run.optimizer)
+        if self.tracker is None:
+            return
+        every = run.plan.milestone_steps
+        state = {
+            "step": run.step,
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "scaler": run.scaler.state_dict(),
+            "config": run.config.model_dump(mode="json"),
+            "run_id": self.tracker.run_id,
+            "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
+        }
+        milestone = every is not None and run.step % every == 0
+        checkpoint.save(run.config.output_path, state, run.config.checkpoint.keep, milestone)
+        self.tracker.sync()
 
     def judge(self, run: Run) -> None:
         """kNN accuracy now, if there is a labelled test split."""
@@ -296,32 +298,39 @@ class Duties:
             print(f"kNN accuracy after step {run.step}: {accuracy:.2f} %", flush=True)
 
 
-def pretrain(config: Config, world: workers.World) -> dict[str, Any]:
-    """The whole run; returns the summary that also lies in OUTPUT/summary.json."""
+def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | None = None) -> int:
+    """The whole run, or its next part; returns stopping.GO_ON, or why it ended early (see OUTPUT/summary.json)."""
     run = prepare(config, world)
     with workers.together():
         test = open_test(config, run.source)
-    if world.rank == 0:
-        print(describe(config, run.plan, world.size, str(run.device), run.threads), flush=True)
     tracker = None
     if world.rank == 0:
-        tracker = Tracker.start(config, config.output_path, facts=facts(run))
+        print(describe(config, run.plan, world.size, str(run.device), run.threads), flush=True)
+        tracker = Tracker.start(
+            config,
+            config.output_path,
+            resume_run_id=run.resumed_run_id,
+            new_run=config.checkpoint.resume == "never",
+            facts=facts(run),
+        )
     duties = Duties(tracker, test, run.step, {})
     try:
         if config.knn.at_start and run.step == 0:
             duties.judge(run)
-        verdict = training.train(run, duties.after_step, lambda run, values: _log(run, values, tracker))
-        save(run, tracker.run_id if tracker else None)
-        if verdict == training.GO_ON:
+        verdict = training.train(run, duties.after_step, lambda run, values: _log(run, values, tracker), wishes)
+        duties.save(run)
+        if verdict == stopping.GO_ON:
             duties.judge(run)
-        summary = _finish(run, duties, verdict)
     except BaseException as error:
         if tracker is not None:
             tracker.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", repr(error), rank=0)
         raise
     if tracker is not None:
-        tracker.end("FINISHED")
-    return summary
+        reason = stopping.WORDS.get(verdict)
+        tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
+        _finish(run, duties, tracker, verdict)
+    workers.barrier("end")
+    return verdict
 
 
 def open_test(config: Config, source: Source) -> Source | None:
@@ -348,7 +357,9 @@ def facts(run: Run) -> dict[str, str]:
         "command": " ".join(sys.argv),
         "world_size": str(run.world.size),
         "hosts": ",".join(dict.fromkeys(run.world.hosts)),
-        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(run.device)
+        if run.device.type == "cuda"
+        else platform.processor() or "cpu",
         "threads": str(run.threads),
         "python": platform.python_version(),
         "data_digest": run.source.digest,
@@ -370,20 +381,19 @@ def _log(run: Run, values: dict[str, float], tracker: Tracker | None) -> None:
         print(f"warning: the loss of step {run.step} is {values['loss']}; the update was left out", flush=True)
 
 
-def _finish(run: Run, duties: Duties, verdict: int) -> dict[str, Any]:
+def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
+    """The weights alone, and what came out, for people and other programs."""
     output = run.config.output_path
     summary = {
         "step": run.step,
         "total_steps": run.plan.total_steps,
         "finished": run.step == run.plan.total_steps,
-        "stopped_by": {training.TIME_IS_UP: "train.max_minutes"}.get(verdict),
+        "stopped_by": stopping.WORDS.get(verdict),
         "knn_accuracy": {str(step): value for step, value in duties.knn.items()},
-        "run_id": duties.tracker.run_id if duties.tracker else None,
+        "run_id": tracker.run_id,
         "output": str(output),
     }
-    if run.world.rank == 0:
-        checkpoint.save_file(output / "backbone.pth", backbone_state(run.model))
-        temporary = output / ".summary.json.tmp"
-        temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(temporary, output / "summary.json")
-    return summary
+    checkpoint.save_file(output / "backbone.pth", backbone_state(run.model))
+    temporary = output / ".summary.json.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    os.replace(temporary, output / "summary.json")

@@ -10,7 +10,7 @@ NUM_TEST = 597
 
 
 def write_digits(folder: Path) -> None:
-    """The digits as FOLDER/train|test/CLASS/NUMBER.png, 8x8 grey, once. The last third, by other writers, is for testing."""
+    """The digits as FOLDER/train|test/CLASS/NUMBER.png, 8x8 grey, once. The last third, by other writers, is the test."""
     if (folder / "complete").is_file():
         return
     digits = load_digits()
@@ -23,7 +23,7 @@ def write_digits(folder: Path) -> None:
 
 
 def write_photographs(folder: Path, count: int, width: int, height: int, seed: int = 0) -> None:
-    """`count` JPEG cuts of scikit-learn's two photographs as FOLDER/CLASS/NUMBER.jpg, each at another place and scale."""
+    """`count` JPEG cuts of scikit-learn's two photographs as FOLDER/CLASS/NUMBER.jpg, at varied places and scales."""
     photographs = [Image.fromarray(image) for image in load_sample_images().images]
     draws = np.random.default_rng(seed).random((count, 3))
     for number, (scale, x, y) in enumerate(draws):

@@ -117,7 +117,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
 
 
 def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance (C,) of this worker's samples, in float32 or better, and how many values a channel has."""
+    """Mean and biased variance (C,) of this worker's samples, in float32 or better, and the values a channel has."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.numel() == 0:
         zero = torch.zeros(x.shape[1], dtype=dtype, device=x.device)

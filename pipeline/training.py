@@ -12,15 +12,13 @@ from torch import Tensor
 from dali.loader import Batch, TwoViewLoader
 from dali.order import worker_positions
 from dali.sources import Source
-from pipeline import schedule, workers
+from pipeline import schedule, stopping, workers
 from pipeline.config import Config
 from pipeline.loss import BarlowTwinsLoss, Terms
 from pipeline.model import BarlowTwins
 from pipeline.plan import Plan
 from pipeline.progress import Progress
 from pipeline.sync_bn import frozen_statistics
-
-GO_ON, TIME_IS_UP = 0, 1
 
 
 @dataclass
@@ -40,6 +38,7 @@ class Run:
     scaler: torch.amp.GradScaler
     autocast: torch.dtype | None
     step: int = 0
+    resumed_run_id: str | None = None
     vote: workers.Vote = field(default_factory=workers.Vote)
 
 
@@ -54,8 +53,8 @@ class Outcome(NamedTuple):
 def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     """One update from this worker's slices of the two views, each (n, C, S, S).
 
-    The learning rate is a function of the step alone. A non-finite loss masks the update on the device, on all workers
-    alike, since all of them hold the same loss.
+    The learning rate is a function of the step alone. A loss or a gradient that is not finite masks the update, on the
+    device and on all workers alike, since all of them hold the same sums.
     """
     plan, optimizer = run.plan, run.optimizer
     schedule.set_lr(optimizer, run.step, plan.warmup_steps, plan.total_steps, run.config.schedule.final_factor)
@@ -64,7 +63,7 @@ def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     run.gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
     run.scaler.unscale_(optimizer)
     if not run.scaler.is_enabled():
-        optimizer.found_inf = (~torch.isfinite(terms.loss.detach())).to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.found_inf = run.gradients.not_finite(terms.loss)  # type: ignore[attr-defined]
     run.scaler.step(optimizer)
     run.scaler.update()
     run.step += 1
@@ -72,7 +71,7 @@ def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
 
 
 def backward(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
-    """Terms of the global batch; afterwards, this worker's contribution to the gradient is in `.grad`, or on its way."""
+    """Terms of the global batch; this worker's contribution to the gradient is then in `.grad`, or on its way."""
     train = run.config.train
     if train.micro_batches > 1:
         return _backward_in_parts(run, y1, y2)
@@ -87,8 +86,8 @@ def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     """The same for a batch whose activations do not fit: only one micro-batch's are held at a time.
 
     Pass 1 runs the backbone over all micro-batches without a graph. The projector and the loss see the whole batch and
-    give dL/d(features). Pass 2 runs each micro-batch again and continues backward from its part. Exact for projector and
-    loss; the backbone's batch norm has each micro-batch's own statistics, over all workers.
+    give dL/d(features). Pass 2 runs each micro-batch again and continues backward from its part. Exact for projector
+    and loss; the backbone's batch norm has each micro-batch's own statistics, over all workers.
     """
     train, backbone = run.config.train, run.model.backbone
     parts = worker_positions(train.global_batch, train.micro_batches, run.world.shard)
@@ -139,13 +138,14 @@ def train(
     run: Run,
     after_step: Callable[[Run, Batch, Outcome], None],
     log: Callable[[Run, dict[str, float]], None],
+    wishes: stopping.Wishes | None = None,
 ) -> int:
-    """Train to `plan.stop_step`; returns GO_ON, or the vote that ended the run earlier.
+    """Train to `plan.stop_step`; returns stopping.GO_ON, or why all workers ended earlier, after the same step.
 
     `after_step` is called by all workers after every step, for what is due then (checkpoints, kNN, pictures); `log` on
     rank 0 every `tracking.log_every_steps`, with means since the last call.
     """
-    config, verdict = run.config, GO_ON
+    config, verdict = run.config, stopping.GO_ON
     progress = Progress(run.plan, config.train.global_batch, run.step)
     started, time_limit = time.monotonic(), config.train.max_minutes
     with open_loader(run) as loader:
@@ -158,8 +158,9 @@ def train(
                     log(run, values)
             after_step(run, batch, result)
             late = time_limit is not None and time.monotonic() - started > 60 * time_limit
-            verdict = run.vote.cast(TIME_IS_UP if late else GO_ON)
-            if verdict != GO_ON:
+            wish = wishes.wish if wishes is not None else stopping.GO_ON
+            verdict = run.vote.cast(max(wish, stopping.TIME_IS_UP if late else stopping.GO_ON))
+            if verdict != stopping.GO_ON:
                 break
     run.vote.close()
     return verdict

@@ -195,7 +195,7 @@ class GradientSum:
         groups: int,
         process_set: ProcessSet = everyone,
     ) -> None:
-        """`passes`: each trained parameter, in order of construction, and the backward passes of a step it takes part in."""
+        """`passes`: each trained parameter, in order of construction, and in how many backward passes of a step it is."""
         self.process_set = process_set
         self.passes = list(passes)
         self.groups = _split_by_bytes([p for p, _ in reversed(self.passes)], groups)
@@ -229,6 +229,11 @@ class GradientSum:
             hvd.synchronize(self.handles[index])
         self.handles.clear()
 
+    def not_finite(self, loss: Tensor) -> Tensor:
+        """1.0 if the loss or any summed gradient is NaN or infinite, else 0.0; a scalar on the device. After `wait`."""
+        norms = torch.stack(torch._foreach_norm(self.gradients))
+        return (~torch.isfinite(norms.sum() + loss.detach())).to(torch.float32)
+
     def _finished(self, index: int) -> None:
         self.remaining[index] -= 1
         assert self.remaining[index] >= 0, "more backward passes than announced"
@@ -251,6 +256,11 @@ def _split_by_bytes(parameters: list[torch.nn.Parameter], groups: int) -> list[l
         parts.setdefault(min(groups - 1, (before + p.nbytes // 2) * groups // max(total, 1)), []).append(p)
         before += p.nbytes
     return list(parts.values())
+
+
+def barrier(name: str) -> None:
+    """Wait until all workers are here."""
+    hvd.allreduce(torch.zeros(1), name=f"barrier.{name}", op=hvd.Sum)
 
 
 class Vote:

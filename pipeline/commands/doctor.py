@@ -131,9 +131,7 @@ def _horovod_job() -> str:
     horovodrun = Path(sys.executable).parent / "horovodrun"
     command = [str(horovodrun), "-np", "2", sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode != 0:
         words = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
         raise Problem(f"two workers cannot add 1 and 2: {_one_line(words[:1] or done.stderr[-300:])}", REBUILD)
@@ -179,7 +177,9 @@ def _shared_memory() -> str:
     free = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     if free < SHM_NEEDED:
         raise Problem(
-            f"/dev/shm has {free >> 20} MB; NCCL between local workers wants 1 GB", "docker run --shm-size=8g", fatal=False
+            f"/dev/shm has {free >> 20} MB; NCCL between local workers wants 1 GB",
+            "docker run --shm-size=8g",
+            fatal=False,
         )
     return f"/dev/shm has {free / (1 << 30):.1f} GB"
 

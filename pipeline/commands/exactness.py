@@ -46,5 +46,3 @@ def run(args: list[str]) -> int:
     exceeded = sum(not row.kept for row in rows if row.measure != "control")
     print(f"{exceeded} bounds exceeded" if exceeded else "every bound kept", flush=True)
     return 1 if exceeded else 0
-
-

@@ -18,14 +18,21 @@ def parse(args: list[str]) -> argparse.Namespace:
 
 def run(args: list[str]) -> int:
     """Join the job and train; returns the exit code."""
-    from pipeline import failures, pretraining, workers
+    from pipeline import failures, pretraining, stopping, workers
 
     options = parse(args)
+    wishes = stopping.Wishes()
     world = workers.start()
     with failures.recorded(world.rank):
         with workers.together():
             settings = config.load(options.config, options.overrides)
         failures.record_in(settings.output_path)
-        pretraining.pretrain(settings, world)
+        verdict = pretraining.pretrain(settings, world, wishes)
+    # A launcher that sees one worker leave with a code sends SIGTERM to the others: leave together, and deaf
+    wishes.ignore()
+    code = stopping.EXIT_CODES[verdict]
+    if world.rank == 0:
+        failures.leave(settings.output_path, code)
+    workers.barrier("leave")
     workers.stop()
-    return 0
+    return code

@@ -25,7 +25,9 @@ def run(args: list[str]) -> int:
     text = HEADER + "\n".join(_section(Config, ""))
     if "--check" in args:
         current = TARGET.is_file() and TARGET.read_text() == text
-        print(f"{TARGET.name} is {'up to date' if current else 'out of date; run: ./run.sh python -m pipeline reference'}")
+        print(
+            f"{TARGET.name} is {'up to date' if current else 'out of date; run: ./run.sh python -m pipeline reference'}"
+        )
         return 0 if current else 1
     TARGET.write_text(text)
     print(f"wrote {TARGET}")
@@ -42,7 +44,14 @@ def _section(section: type[Section], prefix: str) -> list[str]:
         default = field.get_default(call_default_factory=True)
         shown = "the sections below" if isinstance(default, Section) else f"`{_plain(default)}`"
         lines.append(f"| `{prefix}{name}` | {_allowed(field)} | {shown} | {field.description} |")
-    table = ["", f"## {prefix.rstrip('.') or 'The run'}", "", "| key | allowed | default | |", "|---|---|---|---|", *lines]
+    table = [
+        "",
+        f"## {prefix.rstrip('.') or 'The run'}",
+        "",
+        "| key | allowed | default | |",
+        "|---|---|---|---|",
+        *lines,
+    ]
     out = table if lines else []
     for inner, path in nested:
         out += _section(inner, path)

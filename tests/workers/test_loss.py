@@ -113,7 +113,7 @@ def test_moving_samples_between_workers_changes_nothing(world):
 
 
 def test_the_same_gradient_as_horovods_own_autograd_under_an_average(world):
-    """`hvd.allreduce`'s backward is another allreduce(Sum): W equal copies of dL/dc, which op=Average then divides by W."""
+    """`hvd.allreduce`'s backward is another allreduce(Sum): W equal copies of dL/dc, which an average divides by W."""
     z1, z2 = unlike_shards(9, 6)
     own1, own2 = (mine(world, z).requires_grad_() for z in (z1, z2))
     normal1, normal2 = (BarlowTwinsLoss(6, 0.01).normalise(z) for z in (own1, own2))

@@ -76,7 +76,9 @@ def test_a_mean_far_larger_than_the_spread_keeps_its_digits(world):
     """E[x²] − mean² in float32 would leave nothing of a spread of 0.1 around 1,000."""
     x = (1000 + 0.1 * drifting((64, 3, 4, 4))).float()
     ours = SyncBatchNorm(3)(mine(world, x))
-    exact = (x.double() - x.double().mean((0, 2, 3), keepdim=True)) / x.double().std((0, 2, 3), correction=0, keepdim=True)
+    exact = (x.double() - x.double().mean((0, 2, 3), keepdim=True)) / x.double().std(
+        (0, 2, 3), correction=0, keepdim=True
+    )
     assert (ours.double() - mine(world, exact)).abs().max().item() < 5e-3
 
 
