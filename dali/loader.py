@@ -84,9 +84,7 @@ class _Loader:
             if self._lent is not None:
                 self._lent[1].synchronize()
             tensors = [tensor.clone() for tensor in tensors]
-            copied = torch.cuda.Event()
-            copied.record()
-            self._lent = (outputs, copied)
+            self._lent = (outputs, torch.cuda.current_stream(self._device).record_event())
         if self._layout == "HWC":
             tensors = [tensor.permute(0, 3, 1, 2) for tensor in tensors]
         return [tensor.to(self._dtype) for tensor in tensors]
