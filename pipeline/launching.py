@@ -204,8 +204,8 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str
 def _signals_passed_to(process: subprocess.Popen[Any], as_they_are: bool = False) -> Iterator[list[int]]:
     """A block in which signals to us go to `process`; yields the list of those that came.
 
-    horovodrun passes SIGTERM to its workers, and ends at once by any other; a second signal of ours kills it, at which its
-    workers' guardians send them SIGTERM again.
+    horovodrun passes SIGTERM to its workers, and ends at once by any other; a second signal of ours kills it, at which
+    its workers' guardians send them SIGTERM again.
     """
     seen: list[int] = []
 

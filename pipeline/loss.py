@@ -150,8 +150,8 @@ class _ThroughGram(torch.autograd.Function):
     """The loss from the B×B Gram matrices K1 = Z1 Z1ᵀ, K2 = Z2 Z2ᵀ; D×D is never formed. For B < D.
 
     Σ_ij c_ij² = ⟨K1, K2⟩ / B². Each worker holds its own rows of K: 2·B·D numbers sent, n·B·D multiplications. off_diag
-    is the difference Σ_ij c_ij² − Σ_i c_ii²; c has rank < B, so the first is at least (Σ_i c_ii)²/B, and for B ≤ D/2 the
-    subtraction costs at most one bit where c_ii = 1 (test_loss.py measures the error against float64).
+    is the difference Σ_ij c_ij² − Σ_i c_ii²; c has rank < B, so the first is at least (Σ_i c_ii)²/B, and for B ≤ D/2
+    the subtraction costs at most one bit where c_ii = 1 (test_loss.py measures the error against float64).
     """
 
     @staticmethod

@@ -10,7 +10,7 @@ NUM_TEST = 597
 
 
 def write_digits(folder: Path) -> None:
-    """The digits as FOLDER/train|test/CLASS/NUMBER.png, 8x8 grey, once. The last third, by other writers, is the test."""
+    """The digits as FOLDER/train|test/CLASS/NUMBER.png, 8x8 grey, once. The last third, by other writers, tests."""
     if (folder / "complete").is_file():
         return
     digits = load_digits()

@@ -195,7 +195,7 @@ class GradientSum:
         groups: int,
         process_set: ProcessSet = everyone,
     ) -> None:
-        """`passes`: each trained parameter, in order of construction, and in how many backward passes of a step it is."""
+        """`passes`: each trained parameter, as constructed, and how many backward passes of a step it is in."""
         self.process_set = process_set
         self.passes = list(passes)
         self.groups = _split_by_bytes([p for p, _ in reversed(self.passes)], groups)

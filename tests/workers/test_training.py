@@ -212,12 +212,15 @@ def test_a_step_with_a_loss_that_is_not_finite_changes_nothing(world, settings, 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("autocast", ["bf16", "fp16"])
 def test_mixed_precision_trains(world, settings, autocast, micro_batches):
-    made = settings(f"precision.autocast={autocast}", f"train.micro_batches={micro_batches}")
+    made = settings(
+        f"precision.autocast={autocast}", f"train.micro_batches={micro_batches}", "optimizer.lr_weights=0.02"
+    )
     run = pretraining.prepare(made, world)
     assert run.scaler.is_enabled() == (autocast == "fp16")
     losses = []
     with training.open_loader(run) as loader:
-        for batch in loader:
+        batch = next(loader)
+        for _ in range(16):  # fp16's scale starts too high, and the first steps are left out until it fits
             outcome = training.train_step(run, batch.y1, batch.y2)
             assert outcome.terms.loss.dtype == torch.float32
             losses.append(outcome.terms.loss.item())
