@@ -19,6 +19,9 @@ from pipeline.progress import bar
 from pipeline.stopping import SIGNALS
 
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
+# glibc gives every large tensor back to the system at once, and the next step faults its pages in again: on a CPU that
+# was 5,000 page faults a step, and a tenth to a fifth of the time.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 PROGRESS = re.compile(r"^step (\d+)/(\d+)  ")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -132,7 +135,7 @@ def launch(args: list[str]) -> int:
         return 0
     output = config.output_path
     failures.forget(output)
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
+    environment = {**KEEP_MEMORY, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
     environment["HOROVOD_GRACEFUL_TERMINATION_SECONDS"] = str(config.checkpoint.stop_seconds)
     if here and count == 1:
         command = [sys.executable, "-m", "pipeline", *worker_words(options)]

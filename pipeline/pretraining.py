@@ -17,7 +17,7 @@ import torch
 from dali.errors import InputError
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, pictures, progress, stopping, sync_bn, training, workers
+from pipeline import checkpoint, failures, pictures, progress, stopping, sync_bn, training, workers
 from pipeline.config import Config
 from pipeline.features import knn_accuracy
 from pipeline.loss import BarlowTwinsLoss
@@ -323,7 +323,8 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
             duties.judge(run)
     except BaseException as error:
         if tracker is not None:
-            tracker.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", repr(error), rank=0)
+            cause = failures.first(config.output_path)  # of another rank; ours is only now on its way out
+            tracker.end("FAILED", cause.message if cause else repr(error), rank=cause.rank if cause else 0)
         raise
     if tracker is not None:
         reason = stopping.WORDS.get(verdict)

@@ -6,6 +6,7 @@ ends the job. What a backward sends, and by which factor it scales, is said at e
 
 import os
 import socket
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch import Tensor
 from dali.errors import InputError
 from dali.order import Shard
 
+SPIN_SECONDS, POLL_SECONDS = 2e-4, 1e-4  # most collectives of a few numbers are done within the first
 ProcessSet: TypeAlias = hvd.ProcessSet
 everyone: ProcessSet = hvd.global_process_set
 
@@ -94,8 +96,19 @@ def together() -> Iterator[None]:
 
 def sum_(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
     """`x` becomes its sum over the workers, in place. Outside autograd."""
-    hvd.synchronize(hvd.allreduce_async_(_flat(x), name=name, op=hvd.Sum, process_set=process_set))
+    _wait(hvd.allreduce_async_(_flat(x), name=name, op=hvd.Sum, process_set=process_set))
     return x
+
+
+def _wait(handle: int) -> Tensor:
+    """The result of a collective.
+
+    `hvd.synchronize` alone spins until it is there: the core is lost to whoever is waited for, where workers share cores.
+    """
+    spin_until = time.perf_counter() + SPIN_SECONDS
+    while not hvd.poll(handle):
+        time.sleep(0 if time.perf_counter() < spin_until else POLL_SECONDS)
+    return hvd.synchronize(handle)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -110,7 +123,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def gather(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
     """Rows of all workers, in order of rank; each may bring another number of rows. Outside autograd."""
-    return hvd.synchronize(hvd.allgather_async(x.contiguous(), name=name, process_set=process_set))
+    return _wait(hvd.allgather_async(x.contiguous(), name=name, process_set=process_set))
 
 
 def gather_objects(value: Any, name: str) -> list[Any]:
@@ -207,8 +220,9 @@ class GradientSum:
             p.grad = torch.zeros_like(p)
             self.gradients.append(p.grad)
         group_of = {p: index for index, group in enumerate(self.groups) for p in group}
-        for p, _ in self.passes:
-            p.register_post_accumulate_grad_hook(lambda p: self._finished(group_of[p]))
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: self._finished(group_of[p])) for p, _ in self.passes
+        ]
         self._expected = [0] * len(self.groups)
         for p, count in self.passes:
             self._expected[group_of[p]] += count
@@ -226,8 +240,13 @@ class GradientSum:
             if index not in self.handles:
                 self._send(index)
         for index in sorted(self.handles):
-            hvd.synchronize(self.handles[index])
+            _wait(self.handles[index])
         self.handles.clear()
+
+    def close(self) -> None:
+        """Let go of the parameters; another may then sum their gradients."""
+        for hook in self._hooks:
+            hook.remove()
 
     def not_finite(self, loss: Tensor) -> Tensor:
         """1.0 if the loss or any summed gradient is NaN or infinite, else 0.0; a scalar on the device. After `wait`."""
@@ -276,12 +295,12 @@ class Vote:
         """Cast this step's value; returns the outcome of the step before (0 at the first)."""
         handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name="vote", op=hvd.Max)
         before, self._pending = self._pending, handle
-        return 0 if before is None else int(hvd.synchronize(before))
+        return 0 if before is None else int(_wait(before))
 
     def close(self) -> None:
         """Take in the last outcome, so that nothing is pending."""
         if self._pending is not None:
-            hvd.synchronize(self._pending)
+            _wait(self._pending)
             self._pending = None
 
 

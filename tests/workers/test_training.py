@@ -95,7 +95,7 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["allreduce", "gram"])
 def test_loss_gradients_and_statistics_are_one_process_s(world, settings, micro_batches, mode):
-    """25 samples on 2 or 3 workers: unequal slices, the same numbers to 1e-10 (DESIGN 2 and 4)."""
+    """25 samples on 2 or 3 workers: unequal slices, the same numbers to 1e-10 (and a sliced micro-batch is still one)."""
     made = settings(
         "precision.dtype=float64", f"train.micro_batches={micro_batches}", f"loss.combine={mode}", "loss.scale=0.5"
     )
@@ -234,6 +234,7 @@ def test_parameters_that_a_step_leaves_out_do_not_stop_it(world, settings):
     for layer in run.model.backbone.modules():
         if isinstance(layer, torch.nn.Conv2d):
             layer.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    run.gradients.close()
     run.gradients = pretraining.sum_gradients(run.config, run.model)
     with training.open_loader(run) as loader:
         for batch in loader:

@@ -1,0 +1,123 @@
+"""Runs that are stopped, fail, or are started again: what they leave, and what they say."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.samples import write_digits
+
+ROOT = Path(__file__).parents[2]
+COMMON = ["configs/quickstart.yaml", "model.projector=[64, 64]", "tracking.log_every_steps=1", "knn.every_epochs=null"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder / "digits")
+    return folder / "digits" / "train"
+
+
+def launch(*words):
+    return subprocess.Popen(
+        ["./run.sh", "pretrain", *COMMON, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def signal_after(process, number, step, patience=120):
+    """Send the signal once the run has shown `step`; returns (exit code, all output)."""
+    lines, sent = [], False
+    watchdog = threading.Timer(patience, lambda: os.killpg(process.pid, signal.SIGKILL))
+    watchdog.start()
+    for line in process.stdout:
+        lines.append(line)
+        if not sent and number is not None and line.startswith("step ") and int(line.split()[1].split("/")[0]) >= step:
+            process.send_signal(number)
+            sent = True
+    code = process.wait()
+    watchdog.cancel()
+    return code, "".join(lines)
+
+
+def statuses(output):
+    with sqlite3.connect(output / "mlflow.db") as database:
+        return [status for (status,) in database.execute("select status from runs")]
+
+
+def no_worker_is_left(output):
+    for _ in range(50):
+        found = subprocess.run(["pgrep", "-f", f"pipeline pretrain.*{output}"], capture_output=True, text=True).stdout
+        if not found:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_a_run_survives_sigterm_and_ctrl_c_and_goes_on_as_one(digits, tmp_path):
+    """75 and 130 though horovodrun says 1; the same MLflow run, and no step lost or done twice."""
+    output = tmp_path / "out"
+    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", "train.epochs=16", "-np", "2"]
+    code, shown = signal_after(launch(*words), signal.SIGTERM, 5)
+    assert code == 75, shown[-3000:]
+    assert statuses(output) == ["KILLED"] and no_worker_is_left(output)
+    stopped = json.loads((output / "summary.json").read_text())
+    assert stopped["step"] >= 5 and not stopped["finished"]
+    code, shown = signal_after(launch(*words), signal.SIGINT, stopped["step"] + 5)
+    assert code == 130, shown[-3000:]
+    assert f"resuming at step {stopped['step']}" in shown and statuses(output) == ["KILLED"]
+    code, shown = signal_after(launch(*words), None, 0)
+    assert code == 0, shown[-3000:]
+    assert statuses(output) == ["FINISHED"]
+    steps = [
+        line["step"]
+        for line in map(json.loads, (output / "journal.jsonl").read_text().splitlines())
+        if "loss" in line.get("metrics", {})
+    ]
+    assert steps == list(range(1, 65))
+    code, shown = signal_after(launch(*words), None, 0)
+    assert code == 2 and "is complete (step 64)" in shown.splitlines()[-1]
+    assert statuses(output) == ["FINISHED"]
+
+
+def test_the_earliest_error_is_the_last_line_with_its_rank(tmp_path):
+    """A picture that cannot be decoded stops one worker; the launcher names it, not the one that horovodrun blames."""
+    folder = tmp_path / "images" / "a"
+    folder.mkdir(parents=True)
+    for number in range(64):
+        pixels = np.random.default_rng(number).integers(0, 255, (8, 8), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02d}.png")
+    (folder / "33.png").write_bytes((folder / "33.png").read_bytes()[:60])
+    output = tmp_path / "out"
+    words = [f"data.path={tmp_path / 'images'}", "data.test_path=null", f"output={output}", "train.global_batch=8"]
+    code, shown = signal_after(launch(*words, "-np", "2", "train.epochs=6"), None, 0)
+    last = shown.strip().splitlines()[-1]
+    assert code == 1 and last.startswith("error: rank "), shown[-3000:]
+    failed = json.loads(next((output / "errors").glob("rank*.json")).read_text())
+    assert "traceback" in failed and failed["exit_code"] == 1
+    assert "HorovodInternalError" not in last
+    assert statuses(output) == ["FAILED"] and no_worker_is_left(output)
+
+
+def test_plain_horovodrun_starts_the_same_workers(digits, tmp_path):
+    output = tmp_path / "out"
+    horovodrun = Path(sys.executable).parent / "horovodrun"
+    words = [*COMMON, f"data.path={digits}", "data.test_path=null", f"output={output}", "train.stop_after_steps=3"]
+    command = [str(horovodrun), "-np", "2", sys.executable, "-m", "pipeline", "pretrain", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert statuses(output) == ["FINISHED"]
+    assert json.loads((output / "summary.json").read_text())["step"] == 3
