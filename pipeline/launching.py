@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from dali.errors import InputError
 from pipeline import failures
 from pipeline.config import Config, dump, load
+from pipeline.cores import threads_per_worker
 from pipeline.progress import bar
 from pipeline.stopping import SIGNALS
 
@@ -124,7 +125,7 @@ def launch(args: list[str]) -> int:
         return 0
     from pipeline.plan import describe
     from pipeline.pretraining import check
-    from pipeline.workers import choose_device, threads_per_worker
+    from pipeline.workers import choose_device
 
     here = options.hosts is None and options.hostfile is None
     _, plan = check(config)

@@ -19,6 +19,7 @@ from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
 from pipeline import checkpoint, failures, pictures, progress, stopping, sync_bn, training, workers
 from pipeline.config import Config
+from pipeline.cores import threads_per_worker
 from pipeline.features import knn_accuracy
 from pipeline.loss import BarlowTwinsLoss
 from pipeline.model import BarlowTwins, autocast_dtype, build_model
@@ -123,7 +124,7 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
     Raises:
         InputError: the weights file.
     """
-    threads = config.data.threads or workers.threads_per_worker(world.local_size)
+    threads = config.data.threads or threads_per_worker(world.local_size)
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
-# Horovod: the pause between two rounds of negotiation is the floor under every small collective; its default is 1 ms.
-os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
+from pipeline.cores import cores_are_spare
+
+# Horovod: workers negotiate every so many ms, also when there is nothing to do. That pause is the floor under every small
+# collective, but a round costs work too: at 0.1 ms, two workers on two cores lost a third of each core to it.
+os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1" if cores_are_spare() else "1")
 # Horovod: a group of gradients is summed in a buffer of its own. Fused with whatever else is ready, where a tensor lies
 # in the buffer, hence the order in which three workers' parts are added, would depend on timing.
 os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
@@ -103,7 +106,7 @@ def sum_(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
 def _wait(handle: int) -> Tensor:
     """The result of a collective.
 
-    `hvd.synchronize` alone spins until it is there: the core is lost to whoever is waited for, where workers share cores.
+    `hvd.synchronize` alone spins: where workers share cores, it takes them from those it waits for.
     """
     spin_until = time.perf_counter() + SPIN_SECONDS
     while not hvd.poll(handle):
@@ -324,18 +327,3 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
             "start one worker a GPU (-np, -H host:GPUS), or write device=cpu"
         )
     return torch.device("cuda", local_rank)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity mask, less what a container's quota takes away."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = open("/sys/fs/cgroup/cpu.max").read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def threads_per_worker(local_size: int) -> int:
-    """This worker's share of the host's cores, at least 1: for torch and for DALI."""
-    return max(1, usable_cores() // local_size)

@@ -9,7 +9,8 @@ import numpy as np
 from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
-from pipeline import config, launching, workers
+from pipeline import config, launching
+from pipeline.cores import usable_cores
 from pipeline.progress import duration
 from pipeline.samples import write_digits
 
@@ -27,7 +28,7 @@ def run(args: list[str]) -> int:
     digits = Path(settings.data.path).parent
     write_digits(digits)
     started = time.monotonic()
-    code = launching.launch(["-np", str(min(2, workers.usable_cores())), *words])
+    code = launching.launch(["-np", str(min(2, usable_cores())), *words])
     if code == 0:
         print(last_screen(settings.output_path, digits, time.monotonic() - started))
     return code

@@ -95,7 +95,7 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["allreduce", "gram"])
 def test_loss_gradients_and_statistics_are_one_process_s(world, settings, micro_batches, mode):
-    """25 samples on 2 or 3 workers: unequal slices, the same numbers to 1e-10 (and a sliced micro-batch is still one)."""
+    """25 samples on 2 or 3 workers: unequal slices, the same numbers to 1e-10, whole or in micro-batches."""
     made = settings(
         "precision.dtype=float64", f"train.micro_batches={micro_batches}", f"loss.combine={mode}", "loss.scale=0.5"
     )

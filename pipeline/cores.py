@@ -1,0 +1,23 @@
+"""How many cores there are, and each worker's share: for torch, and for DALI."""
+
+import os
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity mask, less what a container's quota takes away."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = open("/sys/fs/cgroup/cpu.max").read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def threads_per_worker(local_size: int) -> int:
+    """This worker's share of the host's cores, at least 1: for torch and for DALI."""
+    return max(1, usable_cores() // local_size)
+
+
+def cores_are_spare() -> bool:
+    """Whether each worker on this host has a core besides the one it computes on and the one its loader needs."""
+    return usable_cores() > 2 * int(os.environ.get("HOROVOD_LOCAL_SIZE", "1"))
