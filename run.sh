@@ -14,6 +14,7 @@ usage() {
   ui           [OUTPUT] open MLflow on a run's results, on this machine only
   sync-tracking OUTPUT   send what a tracking server missed
   exactness    how equal runs on 1, 2, 3, 4 workers are; exit 1 if a bound is exceeded
+  bench        autocast: measurements behind choices
   lint         ruff and mypy
   test         all tests that need no GPU
   test-gpu     the checks that need one
@@ -75,7 +76,7 @@ case "$verb" in
     "" | help | -h | --help) usage ;;
     setup) setup ;;
     pretrain) ensure; pipeline launch "$@" ;;
-    quickstart | doctor | exactness | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
+    quickstart | doctor | exactness | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
     lint)
         ensure
         .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy ;;

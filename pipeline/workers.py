@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from pipeline.cores import cores_are_spare
 
-# Horovod: workers negotiate every so many ms, also when there is nothing to do. That pause is the floor under every small
+# Horovod: workers negotiate every so many ms, also with nothing to do. That pause is the floor under every small
 # collective, but a round costs work too: at 0.1 ms, two workers on two cores lost a third of each core to it.
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1" if cores_are_spare() else "1")
 # Horovod: a group of gradients is summed in a buffer of its own. Fused with whatever else is ready, where a tensor lies

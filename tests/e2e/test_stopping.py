@@ -38,7 +38,7 @@ def launch(*words):
     )
 
 
-def signal_after(process, number, step, patience=120):
+def signal_after(process, number, step, patience=240):
     """Send the signal once the run has shown `step`; returns (exit code, all output)."""
     lines, sent = [], False
     watchdog = threading.Timer(patience, lambda: os.killpg(process.pid, signal.SIGKILL))

@@ -1,0 +1,151 @@
+"""What the CPU tests assert, on a GPU: one worker, a few minutes. `./run.sh test-gpu`."""
+
+import copy
+
+import pytest
+import torch
+
+from dali.loader import EvalLoader, TwoViewLoader
+from dali.order import Shard
+from dali.sources import FolderSource
+from dali.spec import ViewsSpec
+from pipeline import config, pretraining, sync_bn, training
+from pipeline.loss import BarlowTwinsLoss
+from pipeline.samples import write_photographs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photographs")
+    write_photographs(folder, 64, 320, 240)
+    return folder
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sync_bn_is_torchs(world, dtype, channels_last):
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    x = (3 + 2 * torch.randn(16, 8, 7, 5, device="cuda", dtype=dtype)).contiguous(memory_format=order)
+    dy = torch.randn_like(x)
+    layer = torch.nn.BatchNorm2d(8).to("cuda", dtype)
+    ours = sync_bn.convert(copy.deepcopy(layer))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    layer(a).backward(dy)
+    ours(b).backward(dy)
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(b.grad, a.grad, **tolerance)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(getattr(ours, name).grad, parameter.grad, **tolerance)
+    torch.testing.assert_close(ours.running_var, layer.running_var, **tolerance)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gather", "gram"])
+def test_the_loss_is_the_cpus(world, mode):
+    z = torch.randn(2, 32, 64, dtype=torch.float64)
+    results = []
+    for device in ("cpu", "cuda"):
+        z1, z2 = (view.to(device).clone().requires_grad_() for view in z)
+        terms = BarlowTwinsLoss(64, 0.005, combine=mode)(z1, z2, 32)
+        terms.loss.backward()
+        results.append((terms.loss.cpu(), z1.grad.cpu(), z2.grad.cpu()))
+    for cpu, cuda in zip(*results, strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=1e-10, atol=1e-12)
+
+
+def test_c_is_not_formed_in_tf32(world):
+    torch.backends.cuda.matmul.allow_tf32 = True
+    z = torch.randn(512, 512, device="cuda")
+    c = BarlowTwinsLoss(512, 1.0).correlation(z, z, 512)
+    n = (z.double() - z.double().mean(0)) / (z.double().var(0, correction=0) + 1e-5).sqrt()
+    assert (c.double() - n.T @ n / 512).abs().max().item() < 2e-6
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+def test_views_are_the_cpus_within_a_few_levels(photographs):
+    made = {}
+    for device in ("cpu", "cuda:0"):
+        with TwoViewLoader(
+            FolderSource(photographs),
+            ViewsSpec(mean=(0, 0, 0), std=(1, 1, 1)),
+            channels=3,
+            seed=0,
+            global_batch=16,
+            shard=Shard(0, 1),
+            stop_step=2,
+            device=device,
+        ) as loader:
+            made[device] = [batch.y1.cpu() * 255 for batch in loader]
+    for cpu, gpu in zip(*made.values(), strict=True):
+        difference = (cpu - gpu).abs()
+        assert difference.mean().item() <= 1.0 and difference.quantile(0.95).item() <= 4.0
+
+
+def test_views_are_on_the_gpu_and_stay(photographs):
+    source = FolderSource(photographs)
+    with TwoViewLoader(
+        source, ViewsSpec(), channels=3, seed=0, global_batch=16, shard=Shard(0, 1), stop_step=12, device="cuda:0"
+    ) as loader:
+        kept = [(batch.y1, batch.y1.double().sum()) for batch in loader]
+    torch.cuda.synchronize()
+    for views, total in kept:
+        assert views.is_cuda and views.double().sum() == total
+    with EvalLoader(source, ViewsSpec(), channels=3, batch=10, shard=Shard(0, 1), device="cuda:0") as loader:
+        assert sum(len(batch.indices) for batch in loader) == len(source)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("rule", ["lars", "sgd", "adamw"])
+def test_a_run_trains_and_its_checkpoint_is_its_state(world, photographs, tmp_path, autocast, micro_batches, rule):
+    made = config.load(
+        None,
+        [
+            f"data.path={photographs}",
+            f"output={tmp_path}",
+            "device=cuda",
+            "views.size=96",
+            "model.backbone=resnet18",
+            "model.projector=[256, 256]",
+            f"optimizer.name={rule}",
+            "optimizer.lr_weights=0.01",
+            "optimizer.lr_biases=0.01",
+            "optimizer.reference_batch=null",
+            "train.global_batch=32",
+            f"train.micro_batches={micro_batches}",
+            "train.epochs=8",
+            "schedule.warmup_epochs=0",
+            f"precision.autocast={autocast}",
+        ],
+    )
+    run = pretraining.prepare(made, world)
+    losses = []
+    with training.open_loader(run) as loader:
+        for batch in loader:
+            losses.append(training.train_step(run, batch.y1, batch.y2).terms.loss)
+    assert torch.isfinite(torch.stack(losses)[-4:]).all()
+    assert run.step == 16 and next(run.model.parameters()).is_cuda
+
+
+def test_a_bad_gradient_masks_the_update_on_the_device(world, photographs, tmp_path):
+    made = config.load(
+        None,
+        [
+            f"data.path={photographs}",
+            f"output={tmp_path}",
+            "device=cuda",
+            "views.size=64",
+            "model.backbone=resnet18",
+            "model.projector=[64]",
+            "train.global_batch=16",
+            "schedule.warmup_epochs=0",
+        ],
+    )
+    run = pretraining.prepare(made, world)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    y = torch.randn(16, 3, 64, 64, device="cuda")
+    y[0] = torch.inf
+    training.train_step(run, y, y)
+    for old, new in zip(before, run.model.parameters(), strict=True):
+        torch.testing.assert_close(new.detach(), old, rtol=0, atol=0)
