@@ -56,7 +56,7 @@ class BarlowTwinsLoss(torch.nn.Module):
         super().__init__()
         self.lambd, self.scale, self.combine, self.process_set = lambd, scale, combine, process_set
         self.normalise = SyncBatchNorm(
-            dim, eps=eps, affine=False, track_running_stats=False, process_set=process_set, name="loss"
+            dim, eps=eps, affine=False, track_running_stats=False, process_set=process_set, name="loss", views=2
         )
 
     def forward(self, z1: Tensor, z2: Tensor, global_batch: int) -> Terms:
@@ -65,8 +65,7 @@ class BarlowTwinsLoss(torch.nn.Module):
         Computed outside autocast, in float32 (float64 if z is); matrix products never use TF32.
         """
         with torch.autocast(z1.device.type, enabled=False):
-            dtype = torch.promote_types(z1.dtype, torch.float32)
-            z1, z2 = self.normalise(z1.to(dtype)), self.normalise(z2.to(dtype))
+            z1, z2 = self._normalised(z1, z2)
             mode, _ = choose_combine(self.combine, z1.shape[1], global_batch)
             common = (z1, z2, self.lambd, global_batch, self.process_set)
             if mode == "gram":
@@ -75,12 +74,16 @@ class BarlowTwinsLoss(torch.nn.Module):
                 on_diag, off_diag, loss = _ThroughC.apply(*common, {"allreduce": _summed, "gather": _gathered}[mode])
             return Terms(self.scale * loss, on_diag, off_diag)
 
+    def _normalised(self, z1: Tensor, z2: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.cat([z1, z2])
+        z1, z2 = self.normalise(z.to(torch.promote_types(z.dtype, torch.float32))).chunk(2)
+        return z1, z2
+
     @torch.no_grad()
     def correlation(self, z1: Tensor, z2: Tensor, global_batch: int) -> Tensor:
         """c itself, (D, D), for a look at it."""
         with torch.autocast(z1.device.type, enabled=False):
-            dtype = torch.promote_types(z1.dtype, torch.float32)
-            z1, z2 = self.normalise(z1.to(dtype)), self.normalise(z2.to(dtype))
+            z1, z2 = self._normalised(z1, z2)
             return _summed(z1, z2, global_batch, self.process_set)
 
 

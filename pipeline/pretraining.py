@@ -134,7 +134,7 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
         report = load_backbone_weights(model.backbone, Path(config.model.weights))
         if world.rank == 0:
             print(f"weights: {report}", flush=True)
-    sync_bn.convert(model, world.process_set)
+    sync_bn.convert(model, world.process_set, views=2)
     memory_format = torch.channels_last if config.precision.channels_last else torch.contiguous_format
     dtype = getattr(torch, config.precision.dtype)
     model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)

@@ -1,8 +1,8 @@
 """Batch norm over the global batch: the statistics, and the gradient through them, are those of all workers' samples.
 
-One collective a layer and direction. Forward: each worker's [count, mean, M2] (2·C + 1 numbers) is gathered and merged
-by Chan's formula in float64; E[x²] − mean² would cancel in float32. Backward: one sum of [Σ dy, Σ dy·(x − mean)].
-Gradients of weight and bias are this worker's contribution, as all gradients are (see pipeline/loss.py).
+One collective a layer and direction, for both views together. Forward: each worker's [count, mean, M2] of each view is
+gathered and merged by Chan's formula in float64; E[x²] − mean² would cancel in float32. Backward: one sum of
+[Σ dy, Σ dy·(x − mean)]. Gradients of weight and bias are this worker's contribution, as all gradients are (loss.py).
 
 `hvd.SyncBatchNorm` refuses CPU tensors and sends three collectives forward and two backward; its state dicts load here.
 """
@@ -22,8 +22,12 @@ from pipeline import workers
 class SyncBatchNorm(_BatchNorm):
     """`torch.nn.BatchNorm1d/2d/3d` of the joined batch, for inputs (N, C), (N, C, L), ... on CPU and CUDA.
 
-    Samples may be spread unevenly, and a worker may have none. The collectives are called `name` and the parity of the
-    call, so that the layer's two calls in a step, one a view, may come in another order on another worker.
+    Samples may be spread unevenly over the workers, and a worker may have none.
+
+    Args:
+        views: in training, the input is this many batches of equal size one behind the other, each with statistics of
+            its own, as if passed one after the other.
+        name: of the collectives.
     """
 
     def __init__(
@@ -35,26 +39,26 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: bool = True,
         process_set: workers.ProcessSet = workers.everyone,
         name: str = "sync_bn",
+        views: int = 1,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self.process_set, self.name = process_set, name
-        self.calls = 0
+        self.process_set, self.name, self.views = process_set, name, views
         self.frozen_statistics = False
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.dim() >= 2 and input.shape[1] == self.num_features, f"{tuple(input.shape)}: {self.num_features}"
+        assert not self.training or len(input) % self.views == 0, f"{len(input)} samples in {self.views} views"
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        name = f"{self.name}.{self.calls % 2}"
-        self.calls += 1
         y, mean, var, count = _SyncBatchNormFunction.apply(
-            input, self.weight, self.bias, self.eps, name, self.process_set
+            input, self.weight, self.bias, self.eps, self.name, self.process_set, self.views
         )
         if self.training and self.running_mean is not None and not self.frozen_statistics:
-            self._update_running_statistics(mean, var, count)
+            for view in range(self.views):
+                self._update_running_statistics(mean[view], var[view], count[view])
         return y
 
     @torch.no_grad()
@@ -69,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
-    """y = (x − mean) / sqrt(var + eps) · weight + bias; also mean and var (C,) and the count (1,), in float64."""
+    """y = (x − mean) / sqrt(var + eps) · weight + bias for each of V views; and mean, var (V, C), count (V, 1)."""
 
     @staticmethod
     def forward(
@@ -80,19 +84,24 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         eps: float,
         name: str,
         process_set: workers.ProcessSet,
+        views: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        local_mean, local_var, local_count = _local_statistics(x)
-        row = torch.cat([local_mean.new_full((1,), local_count), local_mean, local_var * local_count])
-        rows = workers.gather(row[None], f"{name}.forward", process_set)
-        mean, var, count = _merge(rows)
+        parts = x.chunk(views) if x.numel() else (x,) * views
+        own = torch.stack([_local_row(part) for part in parts])
+        rows = workers.gather(own.flatten()[None], f"{name}.forward", process_set)
+        mean, var, count = _merge(rows.view(-1, *own.shape))
         dtype = torch.promote_types(x.dtype, torch.float32)
-        mean32, invstd = mean.to(dtype), (var + eps).rsqrt().to(dtype)
-        if x.numel() == 0:
-            y = torch.empty_like(x)
-        elif x.is_cuda:
-            y = torch.batch_norm_elemt(x, weight, bias, mean32, invstd, eps)
-        else:
-            y = batch_norm(x, mean32, var.to(dtype), weight, bias, eps=eps)
+        mean32, var32, invstd = mean.to(dtype), var.to(dtype), (var + eps).rsqrt().to(dtype)
+        y = _joined(
+            x,
+            [
+                torch.batch_norm_elemt(part, weight, bias, mean32[view], invstd[view], eps)
+                if x.is_cuda
+                else batch_norm(part, mean32[view], var32[view], weight, bias, eps=eps)
+                for view, part in enumerate(parts)
+                if x.numel()
+            ],
+        )
         ctx.save_for_backward(x, weight, mean32, invstd, count)
         ctx.name, ctx.process_set = name, process_set
         ctx.mark_non_differentiable(mean, var, count)
@@ -101,19 +110,38 @@ class _SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, count = ctx.saved_tensors
-        dy = grads[0]
-        if not x.is_contiguous(memory_format=torch.contiguous_format) and x.dim() == 4:
-            dy = dy.contiguous(memory_format=torch.channels_last)
-        else:
-            dy = dy.contiguous()
-        sum_dy, sum_dy_xmu = _local_sums(dy, x, mean, invstd)
-        grad_weight = (sum_dy_xmu * invstd).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = sum_dy.clone() if ctx.needs_input_grad[2] else None
+        views = len(mean)
+        channels_last = x.dim() == 4 and not x.is_contiguous()
+        dy = grads[0].contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        pairs = list(zip(dy.chunk(views), x.chunk(views), strict=True)) if x.numel() else [(dy, x)] * views
+        sums = torch.stack(  # (V, 2, C)
+            [torch.stack(_local_sums(*pair, mean[view], invstd[view])) for view, pair in enumerate(pairs)]
+        )
+        grad_weight = (sums[:, 1] * invstd).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sums[:, 0].sum(0) if ctx.needs_input_grad[2] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
-            sums = workers.sum_(torch.stack([sum_dy, sum_dy_xmu]), f"{ctx.name}.backward", ctx.process_set)
-            grad_x = _input_gradient(dy, x, weight, mean, invstd, sums, count)
-        return grad_x, grad_weight, grad_bias, None, None, None
+            sums = workers.sum_(sums, f"{ctx.name}.backward", ctx.process_set)
+            grad_x = _joined(
+                x,
+                [
+                    _input_gradient(*pair, weight, mean[view], invstd[view], sums[view], count[view])
+                    for view, pair in enumerate(pairs)
+                    if x.numel()
+                ],
+            )
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _joined(x: Tensor, parts: list[Tensor]) -> Tensor:
+    """The views' results one behind the other; like `x`, where this worker has no samples."""
+    return torch.empty_like(x) if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _local_row(x: Tensor) -> Tensor:
+    """[count, mean, M2] (2·C + 1,) of this worker's samples of a view."""
+    mean, var, count = _local_statistics(x)
+    return torch.cat([mean.new_full((1,), count), mean, var * count])
 
 
 def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -132,8 +160,9 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _merge(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance (C,) and count (1,) of all samples from the workers' [count, mean, M2] (W, 2·C + 1)."""
-    counts, means, m2 = rows.double().split([1, (rows.shape[1] - 1) // 2, (rows.shape[1] - 1) // 2], dim=1)
+    """Mean, biased variance (V, C) and count (V, 1) of all samples, from [count, mean, M2] (W, V, 2·C + 1)."""
+    channels = (rows.shape[2] - 1) // 2
+    counts, means, m2 = rows.double().split([1, channels, channels], dim=2)
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count
     return mean, (m2 + counts * (means - mean).square()).sum(0) / count, count
@@ -159,8 +188,6 @@ def _input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: Tensor, count: Tensor
 ) -> Tensor:
     """dx = weight·invstd · [dy − Σdy/N − (x − mean)·invstd²·Σdy(x − mean)/N], sums over all workers' samples."""
-    if x.numel() == 0:
-        return torch.zeros_like(x)
     if x.is_cuda:
         return torch.batch_norm_backward_elemt(
             dy, x, mean, invstd, weight, sums[0], sums[1], count.to(torch.int32).expand(1)
@@ -173,7 +200,10 @@ def _input_gradient(
 
 
 def convert(
-    model: torch.nn.Module, process_set: workers.ProcessSet = workers.everyone, prefix: str = "sync_bn"
+    model: torch.nn.Module,
+    process_set: workers.ProcessSet = workers.everyone,
+    views: int = 1,
+    prefix: str = "sync_bn",
 ) -> torch.nn.Module:
     """Replace every torch BatchNorm in `model` by a SyncBatchNorm with the same tensors, named by its path.
 
@@ -181,7 +211,14 @@ def convert(
     """
     if isinstance(model, _BatchNorm) and not isinstance(model, SyncBatchNorm):
         new = SyncBatchNorm(
-            model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats, process_set, prefix
+            model.num_features,
+            model.eps,
+            model.momentum,
+            model.affine,
+            model.track_running_stats,
+            process_set,
+            prefix,
+            views,
         )
         new.weight, new.bias = model.weight, model.bias
         new.running_mean, new.running_var = model.running_mean, model.running_var
@@ -189,7 +226,7 @@ def convert(
         new.training = model.training
         return new
     for name, child in model.named_children():
-        setattr(model, name, convert(child, process_set, f"{prefix}.{name}"))
+        setattr(model, name, convert(child, process_set, views, f"{prefix}.{name}"))
     return model
 
 

@@ -76,7 +76,7 @@ def backward(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     if train.micro_batches > 1:
         return _backward_in_parts(run, y1, y2)
     with _autocast(run):
-        z1, z2 = run.model(y1), run.model(y2)
+        z1, z2 = _both(run.model, y1, y2)
     terms = run.loss(z1, z2, train.global_batch)
     run.scaler.scale(terms.loss).backward()
     return Outcome(terms, z1, z2)
@@ -93,18 +93,24 @@ def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     parts = worker_positions(train.global_batch, train.micro_batches, run.world.shard)
     sizes = [part.stop - part.start for part in parts]
     with torch.no_grad(), _autocast(run), frozen_statistics(backbone):
-        features = [torch.cat([backbone(part) for part in view.split(sizes)]) for view in (y1, y2)]
-    features = [f.detach().requires_grad_() for f in features]
+        firsts = [_both(backbone, *views) for views in zip(y1.split(sizes), y2.split(sizes), strict=True)]
+    features = [torch.cat(view).requires_grad_() for view in zip(*firsts, strict=True)]
     with _autocast(run):
-        z1, z2 = (run.model.projector(f) for f in features)
+        z1, z2 = _both(run.model.projector, *features)
     terms = run.loss(z1, z2, train.global_batch)
     run.scaler.scale(terms.loss).backward()
     gradients = [f.grad.split(sizes) for f in features if f.grad is not None]
     for part1, part2, gradient1, gradient2 in zip(y1.split(sizes), y2.split(sizes), *gradients, strict=True):
         with _autocast(run):
-            f1, f2 = backbone(part1), backbone(part2)
+            f1, f2 = _both(backbone, part1, part2)
         torch.autograd.backward([f1, f2], [gradient1.to(f1.dtype), gradient2.to(f2.dtype)])
     return Outcome(terms, z1, z2)
+
+
+def _both(module: torch.nn.Module, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor]:
+    """Both views through a module in one call; its batch norms keep their statistics apart."""
+    out1, out2 = module(torch.cat([view1, view2])).chunk(2)
+    return out1, out2
 
 
 def _autocast(run: Run) -> Any:

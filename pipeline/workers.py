@@ -293,10 +293,13 @@ class Vote:
 
     def __init__(self) -> None:
         self._pending: int | None = None
+        self._casts = 0
 
     def cast(self, value: int) -> int:
         """Cast this step's value; returns the outcome of the step before (0 at the first)."""
-        handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name="vote", op=hvd.Max)
+        name = f"vote.{self._casts % 2}"  # the last one may still be on its way
+        self._casts += 1
+        handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name=name, op=hvd.Max)
         before, self._pending = self._pending, handle
         return 0 if before is None else int(_wait(before))
 

