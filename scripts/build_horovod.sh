@@ -61,7 +61,7 @@ has_gpu() { [[ -e /dev/nvidia0 ]] || { command -v nvidia-smi > /dev/null && nvid
 
 nvcc_version() { "$1/bin/nvcc" --version 2> /dev/null | sed -nE 's/.* V([0-9.]+)$/\1/p'; }
 
-missing_piece() {  # DIR → the first piece that Horovod's and torch's CMake code need and DIR lacks; nothing if complete
+missing_piece() {  # DIR → the first piece that the build needs and DIR lacks; nothing if it is complete
     local version piece
     version=$(nvcc_version "$1") || true
     [[ -n $version ]] || { echo 'a working bin/nvcc'; return; }
@@ -130,7 +130,8 @@ choose_cuda_options() {
     options+=(HOROVOD_GPU=CUDA HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=shared)
     # One GPU kind is enough on the machine that has it. Without one (an image), all that this nvcc knows.
     if [[ -z $capabilities ]] && has_gpu; then
-        capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | tr -d . | sort -nu | paste -sd,) || true
+        capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null |
+            tr -d . | sort -nu | paste -sd,) || true
     fi
     [[ -z $capabilities ]] || options+=("HOROVOD_BUILD_CUDA_CC_LIST=$capabilities")
 }
@@ -190,8 +191,9 @@ compile() {  # → $work/out/horovod-*.whl
     for name in ${!HOROVOD_@}; do drop+=(-u "$name"); done
     # CMake 4 refuses the third-party Gloo's "cmake_minimum_required(VERSION 2.8)" unless told otherwise. Horovod prints
     # source files' names in its warnings: without the work folder's.
-    env "${drop[@]}" "${options[@]}" "${paths[@]}" MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-        CXXFLAGS="${CXXFLAGS:-} -ffile-prefix-map=$work/=" "$PYTHON" -m pip wheel -v --no-deps --no-build-isolation -w "$work/out" "$work/horovod-$version"
+    env "${drop[@]}" "${options[@]}" "${paths[@]}" MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" \
+        CMAKE_POLICY_VERSION_MINIMUM=3.5 CXXFLAGS="${CXXFLAGS:-} -ffile-prefix-map=$work/=" \
+        "$PYTHON" -m pip wheel -v --no-deps --no-build-isolation -w "$work/out" "$work/horovod-$version"
 }
 
 check_wheel() {  # a wheel that lacks what was asked for must not reach the cache
