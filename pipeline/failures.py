@@ -42,7 +42,7 @@ def recorded(rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         mistake = isinstance(error, InputError)
-        message = str(error) if mistake else traceback.format_exception_only(error)[-1].strip()
+        message = str(error) if mistake else " ".join("".join(traceback.format_exception_only(error)).split())[:500]
         failure = Failure(time.time(), rank, socket.gethostname(), message, MISTAKE if mistake else ERROR)
         if _output is not None:
             folder = _output / FOLDER

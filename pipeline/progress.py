@@ -1,11 +1,14 @@
 """What a long run shows: step of total, loss terms, images/s, share of time waiting for data, time left."""
 
+from __future__ import annotations
+
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.loss import Terms
-from pipeline.plan import Plan
+if TYPE_CHECKING:  # the launcher and doctor draw the bar too, and must start where Horovod is broken
+    from pipeline.loss import Terms
+    from pipeline.plan import Plan
 
 BAR_WIDTH = 24
 

@@ -30,7 +30,7 @@ def test_a_horovod_that_is_an_empty_module_is_found(tmp_path):
         ["./run.sh", "doctor"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert shown.returncode == 1
-    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("FAIL  horovod ")]
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("FAIL  horovod  ")]
     assert "cannot be imported" in line and "fix: unset PYTHONPATH" in line
 
 
