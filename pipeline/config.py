@@ -78,7 +78,8 @@ class TrainSection(Section):
 class PrecisionSection(Section):
     dtype: Literal["float32", "float64"] = Field("float32", description="Type of parameters and views.")
     autocast: Literal["auto", "off", "bf16", "fp16"] = Field(
-        "off", description="Type of the model's matrix products; `auto`: bf16 where it was measured to be faster."
+        "auto",
+        description="Type of the model's matrix products; `auto`: bf16 where it is faster (off with float64).",
     )
     tf32: bool = Field(True, description="TensorFloat-32 in the model on GPUs; the loss never uses it.")
     channels_last: bool = Field(True, description="Memory order of images and convolutions.")
@@ -90,7 +91,7 @@ class PrecisionSection(Section):
 
     @model_validator(mode="after")
     def _one_type(self) -> "PrecisionSection":
-        if self.dtype == "float64" and self.autocast != "off":
+        if self.dtype == "float64" and self.autocast not in ("auto", "off"):
             raise ValueError(f"autocast: {self.autocast} has no meaning with dtype float64; write autocast: off")
         return self
 

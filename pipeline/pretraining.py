@@ -139,7 +139,8 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
     dtype = getattr(torch, config.precision.dtype)
     model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
     loss = config.loss
-    autocast = autocast_dtype(config.precision.autocast, config.model.backbone, device.type)
+    wanted = "off" if dtype is torch.float64 else config.precision.autocast
+    autocast = autocast_dtype(wanted, config.model.backbone, device.type)
     return Run(
         config=config,
         plan=plan,
