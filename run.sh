@@ -39,6 +39,7 @@ check_tools() {
     command -v g++ >/dev/null || missing+=(g++)
     command -v cmake >/dev/null || missing+=(cmake)
     command -v make >/dev/null || missing+=(make)
+    command -v patch >/dev/null || missing+=(patch)
     "$python" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
     [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing+=(python3-dev)
     [ ${#missing[@]} -eq 0 ] || fail "missing system tools; install them with: apt-get install -y ${missing[*]}"

@@ -16,6 +16,8 @@ WORDS = {TIME_IS_UP: "train.max_minutes", PREEMPTED: "a signal (preempted)", INT
 
 def block() -> None:
     """Keep the signals for the thread; call it before any other thread exists."""
+    for number in SIGNALS:  # one that the parent ignores (a shell does that for SIGINT, behind `&`) would never arrive
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

@@ -151,8 +151,10 @@ class Tracker:
         """Force the journal to the disk; for checkpoints."""
         self._journal.sync()
 
-    def end(self, status: str, error: str | None = None, rank: int | None = None, timeout: float = 20.0) -> None:
+    def end(self, status: str, error: str | None = None, rank: int | None = None, timeout: float | None = None) -> None:
         """Say how the run ended and send what is left, for at most `timeout` seconds. What then remains is on disk.
+
+        By default 20 s for a server, and 90 s for a file beside the outputs: there it is only a question of time.
 
         Args:
             status: FINISHED, FAILED or KILLED (interrupted or preempted).
@@ -161,7 +163,7 @@ class Tracker:
         assert status in ("FINISHED", "FAILED", "KILLED"), status
         facts = {"error": error, "error.rank": rank}
         self._append("end", status=status, tags=flatten({k: v for k, v in facts.items() if v is not None}))
-        self.close(timeout)
+        self.close(timeout if timeout is not None else 90.0 if self.uri.startswith("sqlite:") else 20.0)
 
     def close(self, timeout: float = 20.0) -> None:
         """Stop without a word on how the run ended: for a process that hands the run over to another one."""

@@ -43,7 +43,7 @@ def test_features_are_better_than_random_ones(done):
 
 def test_progress_lines_say_where_it_is(done):
     lines = [line for line in done[1].splitlines() if line.startswith("step ")]
-    assert len(lines) >= 20
+    assert len(lines) >= 15
     for word in ("loss", "(on ", "off ", "images/s", "data wait", "ETA"):
         assert word in lines[-1]
 
@@ -59,7 +59,7 @@ def test_one_run_in_mlflow_with_everything(done):
     assert {"version.torch", "version.horovod", "version.nvidia-dali-cuda130", "hosts", "data_digest"} <= tags.keys()
     metrics = dict(rows(output, "select key, count(distinct step) from metrics group by key"))
     wanted = ("loss", "on_diag", "off_diag", "lr_weights", "lr_biases", "images_per_second", "data_wait_percent")
-    assert all(metrics[key] >= 20 for key in (*wanted, "step_seconds", "epoch"))
+    assert all(metrics[key] >= 15 for key in (*wanted, "step_seconds", "epoch"))
     assert metrics["knn_accuracy"] >= 3 and any(key.startswith("system/") for key in metrics)
     losses = [value for (value,) in rows(output, "select value from metrics where key = 'loss' order by step")]
     assert losses[-1] < 0.5 * losses[0]
@@ -71,7 +71,7 @@ def test_the_resolved_config_and_the_pictures_are_artifacts(done):
     assert "lr_weights: 0.002" in (run / "config.yaml").read_text()
     names = [file.name for file in (run / "images").glob("*.png")]
     assert any(name.startswith("views+step+0+") for name in names)
-    assert sum(name.startswith("cross_correlation+step+") for name in names) >= 3
+    assert sum(name.startswith("cross_correlation+step+") for name in names) >= 2
 
 
 def test_the_contact_sheet_shows_two_different_views_of_each_image(done):
