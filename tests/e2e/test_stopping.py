@@ -17,6 +17,7 @@ from PIL import Image
 from pipeline.samples import write_digits
 
 ROOT = Path(__file__).parents[2]
+SHORT = ["train.global_batch=64", "train.epochs=12", "schedule.warmup_epochs=1"]  # 216 steps
 COMMON = ["configs/quickstart.yaml", "model.projector=[64, 64]", "tracking.log_every_steps=1", "knn.every_epochs=null"]
 
 
@@ -70,7 +71,7 @@ def no_worker_is_left(output):
 def test_a_run_survives_sigterm_and_ctrl_c_and_goes_on_as_one(digits, tmp_path):
     """75 and 130 though horovodrun says 1; the same MLflow run, and no step lost or done twice."""
     output = tmp_path / "out"
-    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", "train.epochs=16", "-np", "2"]
+    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", *SHORT, "-np", "2"]
     code, shown = signal_after(launch(*words), signal.SIGTERM, 5)
     assert code == 75, shown[-3000:]
     assert statuses(output) == ["KILLED"] and no_worker_is_left(output)
@@ -87,9 +88,9 @@ def test_a_run_survives_sigterm_and_ctrl_c_and_goes_on_as_one(digits, tmp_path):
         for line in map(json.loads, (output / "journal.jsonl").read_text().splitlines())
         if "loss" in line.get("metrics", {})
     ]
-    assert steps == list(range(1, 65))
+    assert steps == list(range(1, 217))
     code, shown = signal_after(launch(*words), None, 0)
-    assert code == 2 and "is complete (step 64)" in shown.splitlines()[-1]
+    assert code == 2 and "is complete (step 216)" in shown.splitlines()[-1]
     assert statuses(output) == ["FINISHED"]
 
 
