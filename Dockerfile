@@ -18,7 +18,7 @@ RUN apt-get update \
 WORKDIR /opt/barlow
 COPY requirements.txt run.sh ./
 COPY scripts/build_horovod.sh scripts/horovod.patch scripts/
-# Triton goes again: it compiles kernels with a C compiler, which the image lacks. Where torch finds Triton it would try.
+# Triton goes again (900 MB): it needs a C compiler, which the image lacks, and torch uses it where it finds it.
 RUN PIP_NO_CACHE_DIR=1 HOROVOD_BUILD=nccl ./run.sh setup \
     && .venv/bin/python -m pip uninstall --yes triton
 

@@ -6,8 +6,9 @@
 #   ENGINE=docker|podman|buildah
 #   BASE_IMAGE=IMAGE         instead of the Dockerfile's, or of a debootstrap base
 #   DEBIAN_MIRROR=URL        for debootstrap; default: the Debian bookworm sources of this machine's apt
-#   PASS_MOUNTS="PATH ..."   files and folders of this machine that the build sees at the same place, read-only: pip's
-#                            configuration, certificates, folders of wheels. Not with docker.
+#   PASS_MOUNTS="PATH[:PLACE] ..."   files and folders of this machine that the build sees, read-only: pip's configuration,
+#                            certificates, folders of wheels. Not with docker. Not over what Debian's packages write:
+#                            certificates go to a place of their own, with PIP_CERT and SSL_CERT_FILE naming it.
 #   USER_ID=N                number of the image's user; default 1000
 #   PIP_INDEX_URL and the other variables that the Dockerfile names as ARG are passed on.
 set -euo pipefail
@@ -42,8 +43,8 @@ pass_on() {  # what of this machine the build may use; sets build_args, mounts
         if [[ -n ${!name:-} ]]; then build_args+=(--build-arg "$name=${!name}"); fi
     done
     for path in ${PASS_MOUNTS:-}; do
-        [[ $path == /* && -e $path ]] || die "PASS_MOUNTS: $path is no existing absolute path"
-        mounts+=(-v "$path:$path:ro")
+        [[ $path == /* && -e ${path%%:*} ]] || die "PASS_MOUNTS: ${path%%:*} is no existing absolute path"
+        mounts+=(-v "${path%%:*}:${path#*:}:ro")
     done
     [[ $engine != docker || ${#mounts[@]} == 0 ]] || die 'PASS_MOUNTS: docker cannot mount in a build; ENGINE=buildah can'
 }
