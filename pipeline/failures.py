@@ -53,13 +53,10 @@ def recorded(rank: int) -> Iterator[None]:
         raise
 
 
-def first(output: Path) -> Failure | None:
-    """The earliest failure of the last launch, or None."""
-    found = []
-    for file in (output / FOLDER).glob("rank*.json"):
-        values = json.loads(file.read_text())
-        found.append(Failure(*(values[key] for key in Failure._fields)))
-    return min(found, default=None)
+def found(output: Path) -> list[Failure]:
+    """The failures of the last launch, the earliest first."""
+    values = [json.loads(file.read_text()) for file in (output / FOLDER).glob("rank*.json")]
+    return sorted(Failure(*(value[key] for key in Failure._fields)) for value in values)
 
 
 def leave(output: Path, code: int) -> None:

@@ -151,16 +151,17 @@ def run_filtered(command: list[str], environment: dict[str, str], output: Path) 
     code, own_words, interrupted = _run(command, environment)
     if code == 0:
         return 0
-    failure = failures.first(output)
-    in_order = failures.exit_code(output)
-    if failure is None and in_order is not None:
+    found, in_order = failures.found(output), failures.exit_code(output)
+    if not found and in_order is not None:
         return 130 if interrupted else in_order
-    if failure is None:
+    if not found:
         sys.stderr.writelines(own_words[-40:])
         print(f"error: horovodrun ended with {code} before a worker could say why", file=sys.stderr)
         return 1
+    failure = found[0]
     if failure.exit_code == failures.MISTAKE:
-        print(f"error: {failure.message}", file=sys.stderr)
+        if not any(other.rank == 0 for other in found):  # rank 0 says it itself
+            print(f"error: {failure.message}", file=sys.stderr)
     else:
         print(
             f"error: rank {failure.rank} on {failure.host}: {failure.message} "

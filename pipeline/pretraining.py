@@ -325,8 +325,9 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
             duties.judge(run)
     except BaseException as error:
         if tracker is not None:
-            cause = failures.first(config.output_path)  # of another rank; ours is only now on its way out
-            tracker.end("FAILED", cause.message if cause else repr(error), rank=cause.rank if cause else 0)
+            causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
+            message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
+            tracker.end("FAILED", message, rank=rank)
         raise
     if tracker is not None:
         reason = stopping.WORDS.get(verdict)
