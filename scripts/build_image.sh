@@ -6,7 +6,8 @@
 #   ENGINE=docker|podman|buildah
 #   BASE_IMAGE=IMAGE         instead of the Dockerfile's, or of a debootstrap base
 #   DEBIAN_MIRROR=URL        for debootstrap; default: the Debian bookworm sources of this machine's apt
-#   PASS_MOUNTS="PATH[:PLACE] ..."   files and folders of this machine that the build sees, read-only: pip's configuration,
+#   PASS_MOUNTS="PATH[:PLACE] ..."
+#                            files and folders of this machine that the build sees, read-only: pip's configuration,
 #                            certificates, folders of wheels. Not with docker. Not over what Debian's packages write:
 #                            certificates go to a place of their own, with PIP_CERT and SSL_CERT_FILE naming it.
 #   USER_ID=N                number of the image's user; default 1000
@@ -46,7 +47,7 @@ pass_on() {  # what of this machine the build may use; sets build_args, mounts
         [[ $path == /* && -e ${path%%:*} ]] || die "PASS_MOUNTS: ${path%%:*} is no existing absolute path"
         mounts+=(-v "${path%%:*}:${path#*:}:ro")
     done
-    [[ $engine != docker || ${#mounts[@]} == 0 ]] || die 'PASS_MOUNTS: docker cannot mount in a build; ENGINE=buildah can'
+    [[ $engine != docker || ${#mounts[@]} == 0 ]] || die 'PASS_MOUNTS: not with docker; ENGINE=buildah'
 }
 
 # apt's own settings (mirrors, proxies, dates) are mounted, not copied: nothing of them stays in the image.
@@ -61,7 +62,7 @@ pass_apt() {
 make_base() {  # a minimal Debian bookworm as image $base
     local mirror=${DEBIAN_MIRROR:-} container
     mirror=${mirror:-$(awk '$3 == "bookworm" { print $2; exit }' "$work/sources.list")}
-    [[ -n $mirror ]] || die 'apt here knows no Debian bookworm: apt-get update, or DEBIAN_MIRROR=URL, or BASE_IMAGE=IMAGE'
+    [[ -n $mirror ]] || die 'apt here knows no Debian bookworm; apt-get update, or DEBIAN_MIRROR=URL or BASE_IMAGE=NAME'
     has debootstrap || die 'debootstrap is missing; apt-get install -y debootstrap, or BASE_IMAGE=IMAGE'
     debootstrap --variant=minbase bookworm "$work/base" "$mirror" > "$work/debootstrap.log" ||
         { tail -n 20 "$work/debootstrap.log" >&2; die 'debootstrap failed'; }
