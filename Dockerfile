@@ -31,7 +31,7 @@ RUN apt-get update \
 # An sshd that needs no root: `--entrypoint /usr/sbin/sshd IMAGE -De`. The job's one key is its host key, too.
 RUN printf '%s\n' 'Port 2222' 'HostKey /home/barlow/.ssh/id_ed25519' 'PidFile none' 'PasswordAuthentication no' \
         'UsePAM no' 'StrictModes no' > /etc/ssh/sshd_config.d/barlow.conf
-# Any user may write results and caches, so that `docker run --user` works.
+# Only results and caches may be written.
 ARG USER_ID=1000
 WORKDIR /opt/barlow
 RUN useradd --uid ${USER_ID} --create-home barlow \
