@@ -369,9 +369,12 @@ def facts(run: Run) -> dict[str, str]:
         "data_digest": run.source.digest,
         "autocast": str(run.autocast),
     } | {f"version.{name}": version(name) for name in names}
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # no git here: a container
+        return known
     if commit.returncode == 0:
         known["git_commit"] = commit.stdout.strip()
     return known
