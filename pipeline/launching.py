@@ -21,7 +21,7 @@ from pipeline.stopping import SIGNALS
 
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
 # glibc gives every large tensor back to the system at once, and the next step faults its pages in again: on a CPU that
-# was 5,000 page faults a step, and a tenth to a fifth of the time.
+# was 5,000 page faults a step of convnet4.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 PROGRESS = re.compile(r"^step (\d+)/(\d+)  ")
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from dali.order import Shard, steps_per_epoch, worker_positions
 from pipeline.config import Config
+from pipeline.loss import choose_combine
 from pipeline.optim import effective_rates
 
 
@@ -76,6 +77,10 @@ def describe(config: Config, plan: Plan, size: int, device: str, threads: int) -
         ),
         ("decay", f"{config.optimizer.weight_decay:g} on weights, none on biases and norms"),
         ("loss", f"lambd {config.loss.lambd:g}, scale {config.loss.scale:g}, D {config.model.projector[-1]}"),
+        (
+            "combine",
+            "{}: {}".format(*choose_combine(config.loss.combine, config.model.projector[-1], train.global_batch)),
+        ),
         ("model", f"{config.model.backbone}, {config.model.stem} stem, {config.data.channels} channel(s)"),
         ("views", f"{config.views.size} px, crop area {config.views.crop_area[0]:g}-{config.views.crop_area[1]:g}"),
         ("precision", f"{config.precision.dtype}, autocast {config.precision.autocast}"),

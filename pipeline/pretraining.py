@@ -43,7 +43,7 @@ NOT_SHAPING_KEYS = {
 }
 
 
-def check(config: Config, device_kind: str | None = None) -> tuple[Source, Plan]:
+def check(config: Config) -> tuple[Source, Plan]:
     """Everything that can be refused before a worker starts: images, their number, backbone, output folder.
 
     Raises:
@@ -53,8 +53,6 @@ def check(config: Config, device_kind: str | None = None) -> tuple[Source, Plan]
     plan = make_plan(config, len(source))
     with torch.device("meta"):
         build_model(config.model, config.data.channels, config.views.size, config.seed)
-    if device_kind is not None:
-        workers.choose_device(device_kind, 0, 1)
     check_output(config.output_path)
     return source, plan
 
@@ -111,8 +109,7 @@ def prepare(config: Config, world: workers.World) -> Run:
     check_output_is_shared(config.output_path, world.rank)
     with workers.together():
         run = build(config, world, device, source, plan)
-    if run.autocast != (decided := workers.from_rank_0(run.autocast, "autocast")):  # CPUs may differ between hosts
-        run.autocast = decided
+    run.autocast = workers.from_rank_0(run.autocast, "autocast")  # CPUs may differ between hosts
     resume(run)
     workers.share_state(run.model, run.optimizer)
     return run
