@@ -25,6 +25,7 @@ def main(words: list[str]) -> int:
     if not words or words[0] not in VERBS:
         print("\n".join(f"  {verb:<14} {text}" for verb, text in VERBS.items()))
         return 0 if not words or words[0] in ("-h", "--help") else 2
+    stopping.hear()
     if words[0] == "pretrain":
         stopping.block()
     command = import_module(f"pipeline.commands.{words[0].replace('-', '_')}")

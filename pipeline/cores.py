@@ -1,13 +1,14 @@
 """How many cores there are, and each worker's share: for torch, and for DALI."""
 
 import os
+from pathlib import Path
 
 
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, less what a container's quota takes away."""
     cores = len(os.sched_getaffinity(0))
     try:
-        quota, period = open("/sys/fs/cgroup/cpu.max").read().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

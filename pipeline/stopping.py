@@ -14,10 +14,17 @@ EXIT_CODES = {GO_ON: 0, TIME_IS_UP: 0, PREEMPTED: 75, INTERRUPTED: 130}
 WORDS = {TIME_IS_UP: "train.max_minutes", PREEMPTED: "a signal (preempted)", INTERRUPTED: "Ctrl-C"}
 
 
+def hear() -> None:
+    """Undo what a parent did to the signals, or they would never arrive: a shell ignores SIGINT for a command behind
+    `&`, and some job runners block them all. Both are inherited, by everything we start too.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def block() -> None:
     """Keep the signals for the thread; call it before any other thread exists."""
-    for number in SIGNALS:  # one that the parent ignores (a shell does that for SIGINT, behind `&`) would never arrive
-        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from pipeline.samples import write_digits
+from tests.e2e.deaf import deaf
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["train.global_batch=64", "train.epochs=12", "schedule.warmup_epochs=1"]  # 216 steps
@@ -36,6 +37,7 @@ def launch(*words):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=deaf,
     )
 
 

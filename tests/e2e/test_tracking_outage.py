@@ -19,6 +19,7 @@ import pytest
 from pipeline import journal
 from pipeline.config import Config
 from pipeline.tracking import Tracker, sync
+from tests.e2e.deaf import deaf
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -260,7 +261,8 @@ def test_ui_serves_the_run_and_ends_cleanly(output):
     tracker.end("FINISHED", timeout=60)
     port = free_port()
     command = [sys.executable, "-m", "pipeline", "ui", str(output), "--port", str(port)]
-    ui = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    silence = subprocess.DEVNULL
+    ui = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=silence, text=True, preexec_fn=deaf)
     try:
         line = ui.stdout.readline()
         assert f"http://127.0.0.1:{port}" in line and str(output) in line
