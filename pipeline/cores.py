@@ -3,12 +3,14 @@
 import os
 from pathlib import Path
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
 
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, less what a container's quota takes away."""
     cores = len(os.sched_getaffinity(0))
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = QUOTA.read_text().split()
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

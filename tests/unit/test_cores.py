@@ -5,17 +5,16 @@ import os
 from pipeline import cores
 
 
-def test_workers_share_the_cores_of_their_host(monkeypatch):
+def test_workers_share_the_cores_of_their_host(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("builtins.open", _no_cgroup)
+    monkeypatch.setattr(cores, "QUOTA", tmp_path / "none")
     assert [cores.threads_per_worker(local_size) for local_size in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
 
 
 def test_a_containers_quota_counts(monkeypatch, tmp_path):
     (tmp_path / "cpu.max").write_text("300000 100000\n")
-    real = open
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("builtins.open", lambda name, *rest: real(tmp_path / "cpu.max", *rest))
+    monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
     assert cores.usable_cores() == 3
 
 
@@ -25,7 +24,3 @@ def test_negotiation_slows_down_where_workers_share_cores(monkeypatch):
     assert not cores.cores_are_spare()
     monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "1")
     assert cores.cores_are_spare()
-
-
-def _no_cgroup(*_):
-    raise FileNotFoundError
