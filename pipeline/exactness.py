@@ -19,6 +19,7 @@ from dali.loader import Batch
 from dali.sources import open_source
 from pipeline import config, pretraining, training, workers
 from pipeline.config import Config
+from pipeline.launching import KEEP_MEMORY
 from pipeline.plan import make_plan
 from pipeline.samples import write_photographs
 from pipeline.training import Run
@@ -255,5 +256,5 @@ def table(rows: list[Row]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What the job needs: process sets made while it runs, and one core a worker."""
-    return os.environ | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "OMP_NUM_THREADS": "1"}
+    """What the job needs: process sets made while it runs, one core a worker, and memory that stays mapped."""
+    return os.environ | KEEP_MEMORY | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "OMP_NUM_THREADS": "1"}

@@ -1,8 +1,12 @@
 """`bench`: measurements behind choices this project makes. Run them on a machine that does nothing else."""
 
 import argparse
+import os
+import sys
+from pathlib import Path
 
 from dali.errors import InputError
+from pipeline.launching import ROOT, run_plainly
 
 
 def run(args: list[str]) -> int:
@@ -13,11 +17,26 @@ def run(args: list[str]) -> int:
     autocast.add_argument("--device", default="cpu")
     autocast.add_argument("--size", type=int, default=64, help="pixels")
     autocast.add_argument("--batch", type=int, default=16)
+    combine = verbs.add_parser("combine", help="what each loss.combine sends, holds and takes, against D")
+    combine.add_argument("-np", type=int, default=2, metavar="N", help="workers (2)")
+    combine.add_argument("--dims", type=_numbers, default=[1024 << k for k in range(7)], metavar="D,D,...")
+    combine.add_argument("--batches", type=_numbers, default=[256, 2048], metavar="B,B,...")
+    combine.add_argument("--write", type=Path, metavar="FOLDER", help="also write combine.md and combine.png there")
+    micro = verbs.add_parser("micro-batches", help="memory and time of a step against train.micro_batches")
+    micro.add_argument("--backbone", default="resnet18")
+    micro.add_argument("--size", type=int, default=64, help="pixels")
+    micro.add_argument("--batch", type=int, default=128)
+    micro.add_argument("--counts", type=_numbers, default=[1, 2, 4, 8], metavar="k,k,...")
+    micro.add_argument("--device", default="cpu")
     options = parser.parse_args(args)
-    return _autocast(options)
+    return {"autocast": _autocast, "combine": _combine, "micro-batches": _micro_batches}[options.what](options, args)
 
 
-def _autocast(options: argparse.Namespace) -> int:
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _autocast(options: argparse.Namespace, args: list[str]) -> int:
     import torch
 
     from pipeline.bench_autocast import measure_autocast
@@ -31,4 +50,31 @@ def _autocast(options: argparse.Namespace) -> int:
             f"{row.bf16:.4f} ± {row.bf16_spread / 2:.4f} | {row.speedup:.2f} | {row.auto} |",
             flush=True,
         )
+    return 0
+
+
+def _combine(options: argparse.Namespace, args: list[str]) -> int:
+    if "HOROVOD_RANK" not in os.environ and options.np > 1:
+        horovodrun = str(Path(sys.executable).parent / "horovodrun")
+        command = [horovodrun, "-np", str(options.np), sys.executable, "-m", "pipeline", "bench", *args]
+        ours = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        return run_plainly(command, os.environ | ours)
+    from pipeline import bench_combine
+
+    rows = bench_combine.measure(options.dims, options.batches)
+    if os.environ.get("HOROVOD_RANK", "0") == "0":
+        text = "\n".join([bench_combine.table(rows), "", *bench_combine.speedups(rows)])
+        print(text, flush=True)
+        if options.write:
+            bench_combine.figure(rows, options.write / "combine.png")
+            (options.write / "combine.md").write_text(text + "\n")
+    return 0
+
+
+def _micro_batches(options: argparse.Namespace, args: list[str]) -> int:
+    from pipeline.bench_micro_batches import measure
+
+    print("| micro_batches | held, MiB | seconds a step |\n|---|---|---|")
+    for row in measure(options.backbone, options.size, options.batch, options.counts, options.device):
+        print(f"| {row.micro_batches} | {row.held / 2**20:,.0f} | {row.seconds:.2f} |", flush=True)
     return 0
