@@ -41,6 +41,46 @@ def test_sync_bn_is_torchs(world, dtype, channels_last):
     torch.testing.assert_close(ours.running_var, layer.running_var, **tolerance)
 
 
+def test_sync_bn_is_torchs_own_synchronised_layer(world, tmp_path):
+    """torch.nn.SyncBatchNorm refuses CPU tensors, and one process alone does not synchronise: its function is called."""
+    x = (3 + 2 * torch.randn(16, 8, 7, 5, device="cuda", dtype=torch.float64)).requires_grad_()
+    dy = torch.randn_like(x)
+    ours = sync_bn.convert(torch.nn.BatchNorm2d(8).to("cuda", torch.float64))
+    with torch.no_grad():
+        ours.weight.uniform_(0.5, 2)
+        ours.bias.normal_()
+    theirs = torch.nn.SyncBatchNorm(8).to("cuda", torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    y = ours(x)
+    y.backward(dy)
+    found, x.grad = x.grad, None
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wanted = torch.nn.modules._functions.SyncBatchNorm.apply(
+            x,
+            theirs.weight,
+            theirs.bias,
+            theirs.running_mean,
+            theirs.running_var,
+            theirs.eps,
+            theirs.momentum,
+            torch.distributed.group.WORLD,
+            1,
+        )
+        wanted.backward(dy)
+    finally:
+        torch.distributed.destroy_process_group()
+    for a, b in (
+        (y, wanted),
+        (found, x.grad),
+        (ours.weight.grad, theirs.weight.grad),
+        (ours.bias.grad, theirs.bias.grad),
+        (ours.running_mean, theirs.running_mean),
+        (ours.running_var, theirs.running_var),
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("mode", ["allreduce", "gather", "gram"])
 def test_the_loss_is_the_cpus(world, mode):
     z = torch.randn(2, 32, 64, dtype=torch.float64)
