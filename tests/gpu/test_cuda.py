@@ -42,7 +42,7 @@ def test_sync_bn_is_torchs(world, dtype, channels_last):
 
 
 def test_sync_bn_is_torchs_own_synchronised_layer(world, tmp_path):
-    """torch.nn.SyncBatchNorm refuses CPU tensors, and one process alone does not synchronise: its function is called."""
+    """torch.nn.SyncBatchNorm refuses CPU tensors; alone it does not synchronise, so its function is called."""
     x = (3 + 2 * torch.randn(16, 8, 7, 5, device="cuda", dtype=torch.float64)).requires_grad_()
     dy = torch.randn_like(x)
     ours = sync_bn.convert(torch.nn.BatchNorm2d(8).to("cuda", torch.float64))
