@@ -296,42 +296,73 @@ class Duties:
             self.tracker.log(run.step, {"knn_accuracy": accuracy})
             print(f"kNN accuracy after step {run.step}: {accuracy:.2f} %", flush=True)
 
+    def failed(self, run: Run, error: BaseException) -> None:
+        """Say in the record what ended the run: the earliest failure of any worker, as far as it is known."""
+        if self.tracker is not None:
+            causes = failures.found(run.config.output_path)  # of other ranks; ours is only now on its way out
+            message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
+            self.tracker.end("FAILED", message, rank=rank)
+
 
 def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | None = None) -> int:
     """The whole run, or its next part; returns stopping.GO_ON, or why it ended early (see OUTPUT/summary.json)."""
     run = prepare(config, world)
+    duties = take_up(run)
+    try:
+        verdict = go_on(run, duties, wishes)
+    except BaseException as error:
+        duties.failed(run, error)
+        raise
+    leave(run, duties, verdict)
+    return verdict
+
+
+def take_up(run: Run) -> Duties:
+    """What is due besides training; rank 0 begins an attempt of the run's record."""
+    config = run.config
     with workers.together():
         test = open_test(config, run.source)
     tracker = None
-    if world.rank == 0:
-        print(describe(config, run.plan, world.size, str(run.device), run.threads), flush=True)
+    if run.world.rank == 0:
+        print(describe(config, run.plan, run.world.size, str(run.device), run.threads), flush=True)
         tracker = Tracker.start(
             config,
             config.output_path,
             resume_run_id=run.resumed_run_id,
-            new_run=config.checkpoint.resume == "never",
+            new_run=config.checkpoint.resume == "never" and run.step == 0,
             facts=facts(run),
         )
-    duties = Duties(tracker, test, run.step, {})
-    try:
-        if config.knn.at_start and run.step == 0:
-            duties.judge(run)
-        verdict = training.train(run, duties.after_step, lambda run, values: _log(run, values, tracker), wishes)
-        duties.save(run)
-        if verdict == stopping.GO_ON:
-            duties.judge(run)
-    except BaseException as error:
-        if tracker is not None:
-            causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
-            message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
-            tracker.end("FAILED", message, rank=rank)
-        raise
-    if tracker is not None:
-        reason = stopping.WORDS.get(verdict)
-        tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
-        _finish(run, duties, tracker, verdict)
-    workers.barrier("end")
+    return Duties(tracker, test, run.step, {})
+
+
+def go_on(
+    run: Run,
+    duties: Duties,
+    wishes: stopping.Wishes | None = None,
+    after_step: Callable[[Run], None] = lambda run: None,
+) -> int:
+    """Train, save, judge; returns as `pretrain`. `after_step` comes after the duties of a step."""
+    if run.config.knn.at_start and run.step == 0:
+        duties.judge(run)
+
+    def after(run: Run, batch: Batch, outcome: Outcome) -> None:
+        duties.after_step(run, batch, outcome)
+        after_step(run)
+
+    verdict = training.train(run, after, lambda run, values: _log(run, values, duties.tracker), wishes)
+    duties.save(run)
+    if verdict == stopping.GO_ON:
+        duties.judge(run)
     return verdict
+
+
+def leave(run: Run, duties: Duties, verdict: int) -> None:
+    """End the record, and write what the run hands over."""
+    if duties.tracker is not None:
+        reason = stopping.WORDS.get(verdict)
+        duties.tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
+        _finish(run, duties, duties.tracker, verdict)
+    workers.barrier("end")
 
 
 def open_test(config: Config, source: Source) -> Source | None:
