@@ -105,6 +105,9 @@ class CheckpointSection(Section):
     stop_seconds: Count = Field(
         300, description="After SIGTERM, how long the launcher lets workers save before it kills them."
     )
+    commit_steps: Count = Field(
+        10, description="Elastic jobs: workers keep a copy of the state in memory every so many steps."
+    )
     allow_change: tuple[str, ...] = Field(
         (), description="Keys (`images` for the list of files) that may differ from the checkpoint's on resume."
     )

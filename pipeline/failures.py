@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -36,12 +36,12 @@ def record_in(output: Path) -> None:
 
 
 @contextmanager
-def recorded(rank: int) -> Iterator[None]:
-    """A block whose exception is written down before it goes on."""
+def recorded(rank_now: Callable[[], int]) -> Iterator[None]:
+    """A block whose exception is written down before it goes on, under the rank that this worker then has."""
     try:
         yield
     except Exception as error:
-        mistake = isinstance(error, InputError)
+        mistake, rank = isinstance(error, InputError), rank_now()
         message = str(error) if mistake else " ".join("".join(traceback.format_exception_only(error)).split())[:500]
         failure = Failure(time.time(), rank, socket.gethostname(), message, MISTAKE if mistake else ERROR)
         if _output is not None:

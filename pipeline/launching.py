@@ -36,6 +36,20 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--network-interface", metavar="NAME[,NAME]", help="interface that the workers talk over")
     parser.add_argument("--ssh-port", type=int, help="port of sshd on the hosts")
     parser.add_argument("--ssh-identity-file", help="key for the hosts")
+    elastic = parser.add_argument_group("workers that come and go")
+    elastic.add_argument("--min-np", type=int, metavar="N", help="go on as long as so many workers are left")
+    elastic.add_argument("--max-np", type=int, metavar="N", help="take no more than so many")
+    elastic.add_argument(
+        "--host-discovery-script", metavar="FILE", help="prints a line `host:slots` for each host there is now"
+    )
+    elastic.add_argument("--reset-limit", type=int, metavar="N", help="give up after so many changes of workers")
+    elastic.add_argument(
+        "--blacklist-cooldown-range",
+        type=int,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="seconds until a host whose worker died may come back; default: never",
+    )
     parser.add_argument("--start-timeout", type=int, metavar="SECONDS", help="how long workers may take to appear")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and what it means, and stop")
     parser.add_argument("--print", action="store_true", dest="show", help="print the horovodrun line, and stop")
@@ -43,6 +57,8 @@ def parse(args: list[str]) -> argparse.Namespace:
     options.config = next((word for word in options.words if "=" not in word), None)
     options.overrides = [word for word in options.words if word != options.config]
     stray = [word for word in options.overrides if "=" not in word]
+    if (options.max_np or options.host_discovery_script or options.reset_limit) and options.min_np is None:
+        raise InputError("--min-np: is needed where workers may come and go; give the fewest to go on with")
     if stray:
         raise InputError(f"{stray[0]}: a second config file; give one, and single keys as key.path=value")
     return options
@@ -80,6 +96,8 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
 
     from pipeline.workers import choose_device
 
+    if options.min_np is not None:
+        return _elastic_workers(options, config)
     by_host = slots(options.hosts, options.hostfile)
     here = by_host is None
     if by_host is not None:
@@ -101,13 +119,37 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
     return wanted
 
 
+def _elastic_workers(options: argparse.Namespace, config: Config) -> int:
+    """How many workers an elastic job starts with.
+
+    Raises:
+        InputError: the numbers contradict each other, or the script cannot be run.
+    """
+    fewest, most = options.min_np, options.max_np or options.np or options.min_np
+    if not 1 <= fewest <= (options.np or fewest) <= most:
+        raise InputError(f"--min-np {fewest}, -np {options.np or fewest}, --max-np {most}: must rise, from 1")
+    if most > config.train.global_batch:
+        raise InputError(
+            f"--max-np {most}: each worker needs one of the {config.train.global_batch} samples of a batch"
+        )
+    script = options.host_discovery_script
+    if script is not None and not os.access(script, os.X_OK):
+        raise InputError(f"--host-discovery-script: {script} cannot be run; give an executable file (chmod +x)")
+    if script is None and options.hosts is None:
+        raise InputError("--min-np: needs to know where workers may run: --host-discovery-script FILE, or -H a:4,b:4")
+    return options.np or fewest
+
+
 def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
     """The command that starts the workers."""
     words = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(count)]
-    for flag in ("hosts", "hostfile", "network_interface", "ssh_port", "ssh_identity_file", "start_timeout"):
+    for flag in (
+        *("hosts", "hostfile", "network_interface", "ssh_port", "ssh_identity_file", "start_timeout"),
+        *("min_np", "max_np", "host_discovery_script", "reset_limit", "blacklist_cooldown_range"),
+    ):
         value = getattr(options, flag)
         if value is not None:
-            words += [f"--{flag.replace('_', '-')}", str(value)]
+            words += [f"--{flag.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
     return [*words, sys.executable, "-m", "pipeline", *worker_words(options)]
 
 
@@ -127,7 +169,7 @@ def launch(args: list[str]) -> int:
     from pipeline.pretraining import check
     from pipeline.workers import choose_device
 
-    here = options.hosts is None and options.hostfile is None
+    here = options.hosts is None and options.hostfile is None and options.min_np is None
     _, plan = check(config)
     if options.dry_run:
         device = choose_device(config.device, 0, count) if here else config.device
@@ -138,6 +180,9 @@ def launch(args: list[str]) -> int:
     failures.forget(output)
     environment = {**KEEP_MEMORY, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
     environment["HOROVOD_GRACEFUL_TERMINATION_SECONDS"] = str(config.checkpoint.stop_seconds)
+    if options.min_np is not None:
+        # How long workers wait for a newcomer that starts, or never comes; 30 s are few for one that imports torch
+        environment.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "50")
     if here and count == 1:
         command = [sys.executable, "-m", "pipeline", *worker_words(options)]
         process = subprocess.Popen(command, env=environment, start_new_session=True)

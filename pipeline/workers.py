@@ -31,6 +31,7 @@ from dali.order import Shard
 SPIN_SECONDS, POLL_SECONDS = 2e-4, 1e-4  # most collectives of a few numbers are done within the first
 ProcessSet: TypeAlias = hvd.ProcessSet
 everyone: ProcessSet = hvd.global_process_set
+_rank = 0
 
 
 class World(NamedTuple):
@@ -50,9 +51,31 @@ class World(NamedTuple):
 
 def start() -> World:
     """Join the job that horovodrun started, or be a job of one."""
+    join()
+    return place()._replace(hosts=host_names())
+
+
+def join() -> None:
+    """Be one of the job's workers, without a word to the others yet."""
     hvd.init()
-    hosts = tuple(hvd.allgather_object(socket.gethostname(), name="hosts"))
-    return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
+
+
+def place() -> World:
+    """This worker's place as it is now; `hosts` unknown."""
+    return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), ())
+
+
+def last_rank() -> int:
+    """The rank now, or, between two groups of workers, the one before."""
+    global _rank
+    if hvd.is_initialized():
+        _rank = hvd.rank()
+    return _rank
+
+
+def host_names() -> tuple[str, ...]:
+    """Every worker's host, by rank."""
+    return tuple(hvd.allgather_object(socket.gethostname(), name="hosts"))
 
 
 def process_set(ranks: Iterable[int]) -> ProcessSet:
@@ -251,6 +274,10 @@ class GradientSum:
         for hook in self._hooks:
             hook.remove()
 
+    def forget(self) -> None:
+        """Drop what was on its way to workers that are gone."""
+        self.handles.clear()
+
     def not_finite(self, loss: Tensor) -> Tensor:
         """1.0 if the loss or any summed gradient is NaN or infinite, else 0.0; a scalar on the device. After `wait`."""
         norms = torch.stack(torch._foreach_norm(self.gradients))
@@ -289,9 +316,11 @@ class Vote:
     """What all workers must do after the same step, decided without waiting: the largest value any of them cast.
 
     Each step casts a small number; its maximum over the workers is read one step later, so that no step waits for it.
+    With `unanimous` it is the minimum: something happens only if all want it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unanimous: bool = False) -> None:
+        self._op = hvd.Min if unanimous else hvd.Max
         self._pending: int | None = None
         self._casts = 0
 
@@ -299,7 +328,7 @@ class Vote:
         """Cast this step's value; returns the outcome of the step before (0 at the first)."""
         name = f"vote.{self._casts % 2}"  # the last one may still be on its way
         self._casts += 1
-        handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name=name, op=hvd.Max)
+        handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name=name, op=self._op)
         before, self._pending = self._pending, handle
         return 0 if before is None else int(_wait(before))
 

@@ -1,6 +1,7 @@
 """`pretrain`: one worker of a run. Started by `launch`, by horovodrun, or alone."""
 
 import argparse
+from contextlib import nullcontext
 
 from pipeline import config
 
@@ -18,20 +19,26 @@ def parse(args: list[str]) -> argparse.Namespace:
 
 def run(args: list[str]) -> int:
     """Join the job and train; returns the exit code."""
-    from pipeline import failures, pretraining, stopping, workers
+    from pipeline import elastic, failures, pretraining, stopping, workers
 
     options = parse(args)
     wishes = stopping.Wishes()
-    world = workers.start()
-    with failures.recorded(world.rank):
-        with workers.together():
+    # A newcomer to an elastic job may say nothing before the others listen, not even that its arguments are wrong
+    alone = elastic.is_elastic()
+    workers.join()
+    world = workers.place()
+    with failures.recorded(workers.last_rank):
+        with nullcontext() if alone else workers.together():
             settings = config.load(options.config, options.overrides)
         failures.record_in(settings.output_path)
-        verdict = pretraining.pretrain(settings, world, wishes)
+        if alone:
+            verdict = elastic.pretrain(settings, wishes)
+        else:
+            verdict = pretraining.pretrain(settings, world._replace(hosts=workers.host_names()), wishes)
     # A launcher that sees one worker leave with a code sends SIGTERM to the others: leave together, and deaf
     wishes.ignore()
     code = stopping.EXIT_CODES[verdict]
-    if world.rank == 0:
+    if workers.last_rank() == 0:
         failures.leave(settings.output_path, code)
     workers.barrier("leave")
     workers.stop()

@@ -1,0 +1,31 @@
+"""`./run.sh exactness`, a reduced matrix: ResNet-18 on 1, 2 and 3 workers from the same states."""
+
+import subprocess
+from pathlib import Path
+
+from pipeline import exactness
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_bound_is_kept_in_a_reduced_matrix():
+    words = "--workers 1,2,3 --steps 1 --dtypes float64 --optimizers lars --combines allreduce,gram".split()
+    done = subprocess.run(
+        ["./run.sh", "exactness", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| same state")]
+    assert len(rows) == 6 and all(row.endswith("| kept |") for row in rows)
+    assert all("| equal | equal |" in row for row in rows)
+    assert "every bound kept" in done.stdout
+
+
+def test_a_row_beyond_its_bound_is_not_kept():
+    """The bound is on every measure, and on samples and views."""
+    row = exactness.Row("same state", "float64", "lars", "allreduce", 2, True, True, 1e-13, 1e-13, 1e-9, "", kept=False)
+    assert "EXCEEDED" in exactness.table([row])
+    assert exactness.BOUNDS["float64"] == {"loss": 1e-12, "statistics": 1e-12, "gradient": 1e-10}
