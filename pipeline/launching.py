@@ -24,6 +24,8 @@ PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
 # was 5,000 page faults a step of convnet4.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 PROGRESS = re.compile(r"^step (\d+)/(\d+)  ")
+# Only rank 0 says these. In an elastic job that may be a worker which horovodrun still calls by the rank it began with
+LEADS = re.compile(r"^step \d+/\d+  |^elastic: \d+ workers")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -239,14 +241,18 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str
         start_new_session=True,  # a terminal's Ctrl-C reaches us alone; the workers are told by one way only
     )
     assert process.stdout is not None
-    own_words = []
+    own_words, leader = [], "0"
     with _signals_passed_to(process) as seen:
         for line in process.stdout:
             match = PREFIX.match(line)
             if match is None:
                 own_words.append(line)
             else:
-                show(match[1], line[match.end() :].rstrip("\n"), sys.stdout if match[2] != "stderr" else sys.stderr)
+                text = line[match.end() :].rstrip("\n")
+                if LEADS.match(text):
+                    leader = match[1]
+                shown_as = "0" if match[1] == leader else match[1]
+                show(shown_as, text, sys.stdout if match[2] != "stderr" else sys.stderr)
         return process.wait(), own_words, signal.SIGINT in seen
 
 

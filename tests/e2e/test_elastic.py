@@ -92,7 +92,9 @@ class Job:
 
 def worker(output, host):
     """Process id of the worker that horovodrun started under a host's name."""
-    found = subprocess.run(["pgrep", "-f", f"-m pipeline pretrain.*{output}"], capture_output=True, text=True).stdout
+    found = subprocess.run(
+        ["pgrep", "-f", "--", f"-m pipeline pretrain.*{output}"], capture_output=True, text=True
+    ).stdout
     for pid in found.split():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
