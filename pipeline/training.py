@@ -13,6 +13,7 @@ from dali.loader import Batch, TwoViewLoader
 from dali.order import worker_positions
 from dali.sources import Source
 from pipeline import schedule, stopping, workers
+from pipeline.bad_files import readable
 from pipeline.config import Config
 from pipeline.loss import BarlowTwinsLoss, Terms
 from pipeline.model import BarlowTwins
@@ -38,6 +39,7 @@ class Run:
     scaler: torch.amp.GradScaler
     autocast: torch.dtype | None
     step: int = 0
+    bad_files: dict[int, str] = field(default_factory=dict)  # images that cannot be read, by index, and why
     resumed_run_id: str | None = None
     vote: workers.Vote = field(default_factory=workers.Vote)
 
@@ -137,6 +139,7 @@ def open_loader(run: Run) -> TwoViewLoader:
         prefetch=config.data.prefetch,
         dtype=getattr(torch, config.precision.dtype),
         channels_last=config.precision.channels_last,
+        report_bad=True,
     )
 
 
@@ -155,11 +158,14 @@ def train(
     progress = Progress(run.plan, config.train.global_batch, run.step)
     started, time_limit = time.monotonic(), config.train.max_minutes
     with open_loader(run) as loader:
-        for batch in loader:
+        loader.known_bad |= run.bad_files
+        for batch in readable(run, loader):
             result = train_step(run, batch.y1, batch.y2)
             progress.add(loader.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
                 values = progress.measure(run.step, result.terms, run.optimizer)
+                if config.data.on_bad_file == "skip":
+                    values["bad_files"] = len(run.bad_files)
                 if run.world.rank == 0:
                     log(run, values)
             after_step(run, batch, result)

@@ -291,13 +291,15 @@ class Vote:
     Each step casts a small number; its maximum over the workers is read one step later, so that no step waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "vote") -> None:
+        """`name` keeps votes on different matters apart."""
+        self._name = name
         self._pending: int | None = None
         self._casts = 0
 
     def cast(self, value: int) -> int:
         """Cast this step's value; returns the outcome of the step before (0 at the first)."""
-        name = f"vote.{self._casts % 2}"  # the last one may still be on its way
+        name = f"{self._name}.{self._casts % 2}"  # the last one may still be on its way
         self._casts += 1
         handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name=name, op=hvd.Max)
         before, self._pending = self._pending, handle
