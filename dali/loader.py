@@ -456,7 +456,8 @@ class EvalLoader(_Loader):
 
 
 class CheckLoader(_Loader):
-    """Decodes every image of an encoded source once, and gives no pixels: (indices, bad rows and why) of each batch."""
+    """Decodes every image of an encoded source once, and gives no pixels: of each batch its indices, the images' (n, 2)
+    heights and widths, and which rows are bad and why. A bad image has no size."""
 
     def __init__(self, source: Source, *, channels: int, batch: int, threads: int) -> None:
         super().__init__(source, "cpu", threads, 2, torch.int64, False, (channels, 0))
@@ -466,9 +467,13 @@ class CheckLoader(_Loader):
     def __iter__(self) -> "CheckLoader":
         return self
 
-    def __next__(self) -> tuple[NDArray[np.int64], dict[int, str]]:
-        work, _ = self._take_work()
-        return work.indices, work.bad
+    def __next__(self) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[int, str]]:
+        work, outputs = self._take_work()
+        sizes = np.zeros((len(work.indices), 2), np.int64)
+        if outputs is not None:
+            sizes[work.rows] = outputs[0].as_array()[:, :2]
+        sizes[list(work.bad)] = 0
+        return work.indices, sizes, work.bad
 
     def _batches(self) -> Iterator[_Work]:
         for start in range(0, len(self._source), self._batch):
