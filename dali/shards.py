@@ -112,7 +112,7 @@ def open_index(shard: Path, key: str, report: Report = silent) -> Index:
         for place in places:
             if (kept := cache.load(place, **stamp)) is not None:
                 return _unpacked(kept)
-        foreign = shard.with_suffix(".idx")
+        foreign = shard.with_name(shard.name.partition(".")[0] + ".idx")  # as wds2idx names it
         members = _dali_members(shard, foreign, key) if foreign.is_file() else _members(shard, key, report)
         with shard.open("rb") as stream:
             index = _grouped(members, stream, shard, key)

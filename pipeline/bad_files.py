@@ -4,7 +4,6 @@ The decision is one for all: name them and end, or train on others in their plac
 workers (see `order.substitutes`).
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,28 +21,49 @@ class BadFiles(InputError):
     """Raised by all workers after the same step, so that they can still save together."""
 
 
-def readable(run: "Run", loader: TwoViewLoader) -> Iterator[Batch]:
-    """The loader's batches, with another image wherever one could not be read.
+class Readable:
+    """Iterator of the loader's batches, with another image wherever one could not be read.
 
     A batch is taken from the loader, and the workers ask each other whether theirs is whole, while the step before it
     is computed: nobody waits for the answer.
-
-    Raises:
-        BadFiles: `data.on_bad_file` says so, or there are more than `data.max_bad_files`.
     """
-    vote = workers.Vote("bad_files")
-    try:
-        batch, bad = next(loader, None), loader.bad
-        vote.cast(len(bad))
-        while batch is not None:
-            following = next(loader, None)
-            following_bad = loader.bad if following is not None else {}
-            if vote.cast(len(following_bad)):
-                batch = _agree(run, loader, batch, bad)
-            yield batch
-            batch, bad = following, following_bad
-    finally:
-        vote.close()
+
+    def __init__(self, run: "Run", loader: TwoViewLoader) -> None:
+        self.wait_seconds = 0.0  # spent in the last `next()` waiting for data
+        self._run, self._loader = run, loader
+        self._vote = workers.Vote("bad_files")
+        loader.known_bad |= run.bad_files
+        self._next = self._look_ahead()
+        self._vote.cast(len(self._next[1]))
+
+    def __iter__(self) -> "Readable":
+        return self
+
+    def __next__(self) -> Batch:
+        """
+        Raises:
+            BadFiles: `data.on_bad_file` says so, or there are more than `data.max_bad_files`.
+        """
+        batch, bad = self._next
+        if batch is None:
+            raise StopIteration
+        self._next = self._look_ahead()
+        if self._vote.cast(len(self._next[1])):
+            try:
+                return _agree(self._run, self._loader, batch, bad)
+            except BadFiles:
+                self.close()
+                raise
+        return batch
+
+    def _look_ahead(self) -> tuple[Batch | None, dict[int, str]]:
+        batch = next(self._loader, None)
+        self.wait_seconds = self._loader.wait_seconds
+        return batch, self._loader.bad if batch is not None else {}
+
+    def close(self) -> None:
+        """Take in the last answer, so that nothing is pending. Called by all workers after the same step."""
+        self._vote.close()
 
 
 def _agree(run: "Run", loader: TwoViewLoader, batch: Batch, bad: dict[int, str]) -> Batch:

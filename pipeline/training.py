@@ -13,7 +13,7 @@ from dali.loader import Batch, TwoViewLoader
 from dali.order import worker_positions
 from dali.sources import Source
 from pipeline import schedule, stopping, workers
-from pipeline.bad_files import readable
+from pipeline.bad_files import Readable
 from pipeline.config import Config
 from pipeline.loss import BarlowTwinsLoss, Terms
 from pipeline.model import BarlowTwins
@@ -158,10 +158,10 @@ def train(
     progress = Progress(run.plan, config.train.global_batch, run.step)
     started, time_limit = time.monotonic(), config.train.max_minutes
     with open_loader(run) as loader:
-        loader.known_bad |= run.bad_files
-        for batch in readable(run, loader):
+        batches = Readable(run, loader)
+        for batch in batches:
             result = train_step(run, batch.y1, batch.y2)
-            progress.add(loader.wait_seconds)
+            progress.add(batches.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
                 values = progress.measure(run.step, result.terms, run.optimizer)
                 if config.data.on_bad_file == "skip":
@@ -174,6 +174,7 @@ def train(
             verdict = run.vote.cast(max(wish, stopping.TIME_IS_UP if late else stopping.GO_ON))
             if verdict != stopping.GO_ON:
                 break
+        batches.close()
     run.vote.close()
     # A wish that is heard only after the last step changes nothing: the run is complete
     return stopping.GO_ON if run.step == run.plan.stop_step else verdict
