@@ -115,7 +115,7 @@ class _Loader:
         self._source = source
         self._device = torch.device(device)
         assert self._device.type == "cpu" or self._device.index is not None, "name the GPU: cuda:0"
-        self._again = {  # for another loader of the same sort
+        self._again: dict[str, Any] = {  # for another loader of the same sort
             "threads": threads,
             "prefetch": 1,
             "dtype": dtype,
@@ -220,6 +220,10 @@ class _Loader:
         except RuntimeError:
             return False
         return True
+
+    def _plain_work(self, indices: NDArray[np.int64]) -> _Work:
+        """Images and nothing else."""
+        return _Work(indices, lambda rows: (self._source.feed(indices[rows]),))
 
     def _take(self) -> tuple[NDArray[np.int64], list[torch.Tensor]]:
         """The next batch's indices and tensors; `bad` is then its."""
@@ -452,7 +456,7 @@ class EvalLoader(_Loader):
     def _batches(self) -> Iterator[_Work]:
         for start in range(0, len(self._indices), self._batch):
             indices = self._indices[start : start + self._batch]
-            yield _Work(indices, lambda rows, indices=indices: (self._source.feed(indices[rows]),))
+            yield self._plain_work(indices)
 
 
 class CheckLoader(_Loader):
@@ -478,4 +482,4 @@ class CheckLoader(_Loader):
     def _batches(self) -> Iterator[_Work]:
         for start in range(0, len(self._source), self._batch):
             indices = np.arange(start, min(start + self._batch, len(self._source)), dtype=np.int64)
-            yield _Work(indices, lambda rows, indices=indices: (self._source.feed(indices[rows]),))
+            yield self._plain_work(indices)

@@ -146,7 +146,7 @@ def _members(shard: Path, key: str, report: Report) -> list[_Member]:
     try:
         with tarfile.open(shard, "r:") as tar:
             while (found := tar.next()) is not None:
-                tar.members.clear()  # it would keep them all
+                tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
                 if found.issparse() or found.islnk():
                     raise InputError(
                         f"{key}: {shard}: {found.name} is a link or has holes; make the shard with tar "
