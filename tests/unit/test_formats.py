@@ -27,7 +27,7 @@ WHOLE = ViewsSpec(
     blur=(0, 0),
     solarize=(0, 0),
 )
-EXACT = 1  # level; grey of two pages of a sum may round apart
+EXACT = 1.01  # level of 255: decoders round, and normalising does a little
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def test_grey_is_the_same_from_every_format(folder):
     source = FolderSource(folder)
     with EvalLoader(source, grey, channels=1, batch=16, shard=ALONE) as loader:
         images = [image[0].numpy() * 255 for batch in loader for image in batch.images]
-    plain = images[[source.name(i) for i in range(len(source))].index("rgb.ppm")]
-    for name in ("rgb.png", "lossless.webp", "rgb.bmp", "rgb.tif", "lzw.tif", "rgb.jp2", "rgb16.png", "cmyk.tif"):
-        if name != "rgb.jp2":
-            assert np.abs(images[[source.name(i) for i in range(len(source))].index(name)] - plain).max() <= 1, name
+    names = [source.name(index) for index in range(len(source))]
+    plain = images[names.index("rgb.ppm")]
+    for name in ("rgb.png", "lossless.webp", "rgb.bmp", "rgb.tif", "lzw.tif", "rgb16.png", "cmyk.tif"):
+        assert np.abs(images[names.index(name)] - plain).max() <= EXACT, name
 
 
 def test_check_data_names_every_bad_file_with_its_reason(tmp_path, monkeypatch, capsys):
