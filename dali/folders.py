@@ -15,7 +15,7 @@ from dali.interface import SUFFIXES, EncodedSource, Report, silent
 
 CACHE_FROM = 10_000  # files; a smaller folder is listed in less than a second
 REPORT_EVERY = 5_000
-RACY_SECONDS = 2  # a folder that changed this shortly before it was listed may change again unseen: mtimes are coarse
+RACY_SECONDS = 2  # a folder that changed this shortly before it was listed may change again unseen: clocks are coarse
 VERSION = 1
 
 
@@ -102,7 +102,7 @@ def list_folder(root: Path, report: Report = silent) -> Listing:
     listing = Listing(names, np.array([length for _, length in walk.files], np.int64), walk.ignored)
     if len(names) >= CACHE_FROM:
         report(f"listing {root}", len(names), len(names))
-        if max(walk.folders.values()) < (walk.started - RACY_SECONDS) * 1e9:
+        if max(map(max, walk.folders.values())) < (walk.started - RACY_SECONDS) * 1e9:
             cache.store(
                 [file],
                 {
@@ -121,12 +121,16 @@ def _kept_list(root: Path) -> Path:
     return cache.cache_folder() / f"folder-{hashlib.sha256(os.fsencode(root)).hexdigest()[:32]}.npz"
 
 
-def _changed(folder: bytes) -> int:
-    """When entries of a folder last came, went or were renamed, in ns; -1 if it is gone."""
+def _changed(folder: bytes) -> list[int]:
+    """When entries of a folder last came, went or were renamed, in ns; nothing if it is gone.
+
+    Programs that copy trees set the first of the two times back; nothing sets the second.
+    """
     try:
-        return os.stat(folder).st_mtime_ns
+        status = os.stat(folder)
     except OSError:
-        return -1
+        return []
+    return [status.st_mtime_ns, status.st_ctime_ns]
 
 
 class _Walk:
@@ -136,7 +140,7 @@ class _Walk:
         self.root, self.report = root, report
         self.started = time.time()
         self.files: list[tuple[bytes, int]] = []
-        self.folders: dict[bytes, int] = {}
+        self.folders: dict[bytes, list[int]] = {}
         self.ignored = 0
 
     def into(self, below: bytes, above: tuple[tuple[int, int], ...]) -> None:
@@ -144,7 +148,7 @@ class _Walk:
         status = os.stat(folder)
         if (here := (status.st_dev, status.st_ino)) in above:
             return
-        self.folders[below] = status.st_mtime_ns
+        self.folders[below] = [status.st_mtime_ns, status.st_ctime_ns]
         with os.scandir(folder) as entries:
             for entry in entries:
                 name = os.path.join(below, entry.name)
