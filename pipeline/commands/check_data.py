@@ -41,7 +41,7 @@ class Findings:
         except OSError:  # it is among the bad ones
             return
         self.bytes += data.nbytes
-        digest = hashlib.blake2b(np.ascontiguousarray(data), digest_size=16).digest()
+        digest = hashlib.blake2b(np.ascontiguousarray(data).data, digest_size=16).digest()
         if (first := self.first.setdefault(digest, index)) != index:
             self.copies.append((index, first))
         if self.source.encoded:
