@@ -65,7 +65,10 @@ class _Work:
         try:
             return self._feed(self.rows) if len(self.rows) else None
         except OSError:  # a source that reads bytes itself; DALI reads files for others
-            self.bad |= {row: reason for row in self.rows.tolist() if (reason := _why_gone(source, self.indices[row]))}
+            gone = {row: reason for row in self.rows.tolist() if (reason := _why_gone(source, self.indices[row]))}
+            if not gone:
+                raise
+            self.bad |= gone
             return self.fed(source)
 
     def check(self, source: Source, facts: Any) -> None:
@@ -443,12 +446,14 @@ class EvalLoader(_Loader):
         return self
 
     def __next__(self) -> LabelledBatch:
-        indices, (images,) = self._take()
-        if self.bad:
-            if self._source.on_bad == "fail":
+        good: list[int] = []
+        while not good:
+            indices, (images,) = self._take()
+            if self.bad and self._source.on_bad == "fail":
                 self._refuse(indices)
             self.left_out += len(self.bad)
             good = [row for row in range(len(indices)) if row not in self.bad]
+        if self.bad:
             indices, images = indices[good], images[good]
         labels = None if self._source.labels is None else torch.from_numpy(self._source.labels[indices])
         return LabelledBatch(images, labels if labels is None else labels.to(self._device), indices)

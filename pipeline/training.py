@@ -121,8 +121,8 @@ def _autocast(run: Run) -> Any:
     return torch.autocast(run.device.type, dtype=run.autocast)
 
 
-def open_loader(run: Run) -> TwoViewLoader:
-    """The batches from `run.step` on."""
+def open_loader(run: Run, report_bad: bool = False) -> TwoViewLoader:
+    """The batches from `run.step` on; `report_bad` as there."""
     config = run.config
     return TwoViewLoader(
         run.source,
@@ -139,7 +139,7 @@ def open_loader(run: Run) -> TwoViewLoader:
         prefetch=config.data.prefetch,
         dtype=getattr(torch, config.precision.dtype),
         channels_last=config.precision.channels_last,
-        report_bad=True,
+        report_bad=report_bad,
     )
 
 
@@ -157,7 +157,7 @@ def train(
     config, verdict = run.config, stopping.GO_ON
     progress = Progress(run.plan, config.train.global_batch, run.step)
     started, time_limit = time.monotonic(), config.train.max_minutes
-    with open_loader(run) as loader:
+    with open_loader(run, report_bad=True) as loader:
         batches = Readable(run, loader)
         for batch in batches:
             result = train_step(run, batch.y1, batch.y2)

@@ -47,7 +47,7 @@ def broken(world, digits, settings):  # noqa: F811
 def batches(run, steps):
     """What the workers train on in the next steps, laid together, in the order of the global batch."""
     seen = []
-    with training.open_loader(run) as loader:
+    with training.open_loader(run, report_bad=True) as loader:
         batches = bad_files.Readable(run, loader)
         for batch in batches:
             parts = workers.gather_objects((batch.indices, batch.y1.numpy(), batch.y2.numpy()), "batch")
