@@ -10,6 +10,7 @@ usage() {
   setup        make .venv with the pinned packages and our build of Horovod
   quickstart   pretrain on scikit-learn's handwritten digits, with two workers; a few minutes on a CPU
   pretrain     CONFIG [key.path=value ...] [-np N] [-H a:4,b:4] [--dry-run] [--print]
+  check-data   PATH | CONFIG   decode every image, name the bad ones, and write them into a list to exclude
   doctor       check every part of the installation
   ui           [OUTPUT] open MLflow on a run's results, on this machine only
   sync-tracking OUTPUT   send what a tracking server missed
@@ -77,7 +78,7 @@ case "$verb" in
     "" | help | -h | --help) usage ;;
     setup) setup ;;
     pretrain) ensure; pipeline launch "$@" ;;
-    quickstart | doctor | exactness | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
+    quickstart | check-data | doctor | exactness | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
     lint)
         ensure
         .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy ;;

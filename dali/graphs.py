@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import nvidia.dali.fn as fn
 import nvidia.dali.types as types
-from nvidia.dali.pipeline import Pipeline
+from nvidia.dali import pipeline_def
+from nvidia.dali.pipeline import Pipeline, do_not_convert
 
+from dali.interface import Source
 from dali.order import VIEW_PARAMS
-from dali.sources import Source
 from dali.spec import ViewsSpec
 from dali.views import Node, centre_view, random_view, view_operands
 
@@ -19,7 +20,7 @@ Batch = tuple[Any, ...]  # one array (n, ...) or list of n arrays for each input
 def two_view(
     source: Source, spec: ViewsSpec, channels: int, layout: str, feed: Callable[[], Batch], **how: Any
 ) -> Pipeline:
-    """Two random views of each image.
+    """Two random views of each image, and `_decode`'s facts.
 
     `feed` gives a batch: of `Source.feed`, then both views' `view_operands`, in order; it raises StopIteration at the
     end. `how` goes to `_pipeline`.
@@ -28,41 +29,67 @@ def two_view(
     params = np.zeros(0, VIEW_PARAMS)
     names = [list(view_operands(params, view, spec, channels, source.sizes(none))) for view in (0, 1)]
 
-    def build(data: Node, *fed: Node) -> list[Node]:
-        images = _decode(data, source, channels, how["device_id"])
+    def build(images: Node, *fed: Node) -> list[Node]:
         first, second = fed[: len(names[0])], fed[len(names[0]) :]
         return [
             random_view(images, dict(zip(keys, nodes, strict=True)), spec, layout)
             for keys, nodes in zip(names, (first, second), strict=True)
         ]
 
-    return _pipeline(build, feed, 1 + len(names[0]) + len(names[1]), source, **how)
+    return _pipeline(build, feed, 1 + len(names[0]) + len(names[1]), source, channels, **how)
 
 
 def labelled_eval(
     source: Source, spec: ViewsSpec, channels: int, layout: str, feed: Callable[[], Batch], **how: Any
 ) -> Pipeline:
-    """The centre of each image, without any draw. `feed` gives a batch of `Source.feed` alone."""
+    """The centre of each image, without any draw, and `_decode`'s facts. `feed` gives `Source.feed`'s batches alone."""
 
-    def build(data: Node) -> list[Node]:
-        return [centre_view(_decode(data, source, channels, how["device_id"]), spec, layout)]
+    def build(images: Node) -> list[Node]:
+        return [centre_view(images, spec, layout)]
 
-    return _pipeline(build, feed, 1, source, **how)
+    return _pipeline(build, feed, 1, source, channels, **how)
 
 
-def _decode(data: Node, source: Source, channels: int, device_id: int | None) -> Node:
-    """(H, W, C) bytes with the wanted channels, on the pipeline's device."""
+def decoded(source: Source, channels: int, feed: Callable[[], Batch], **how: Any) -> Pipeline:
+    """Only whether images decode: their shapes, and `_decode`'s facts. `feed` gives `Source.feed`'s batches alone."""
+
+    def build(images: Node) -> list[Node]:
+        return [images.shape()]
+
+    return _pipeline(build, feed, 1, source, channels, **how)
+
+
+def _decode(data: Node, source: Source, channels: int, device_id: int | None) -> tuple[Node, list[Node]]:
+    """(H, W, C) bytes with the wanted channels, on the pipeline's device.
+
+    And of encoded images what their bytes and headers say, on the CPU: length (1,) and height, width, channels (3,). An
+    image of more than `source.max_pixels` is not decoded, but one black pixel.
+    """
     colour = {1: types.GRAY, 3: types.RGB}
     if source.encoded:
-        files = fn.io.file.read(data)
-        if device_id is None:
-            return fn.decoders.image(files, output_type=colour[channels])
-        # Upsample colour as the CPU decoder does, so that both devices see the same pixels.
-        return fn.decoders.image(files, device="mixed", output_type=colour[channels], jpeg_fancy_upsampling=True)
+        files = fn.io.file.read(data) if source.in_files else data
+        shape = fn.peek_image_shape(files)
+        images = _decode_within(files, shape, source.max_pixels, channels, colour[channels], device_id)
+        return images, [files.shape(), shape]
     images = data if device_id is None else data.gpu()
-    if source.channels == channels:
-        return images
-    return fn.color_space_conversion(images, image_type=colour[source.channels], output_type=colour[channels])
+    if source.channels != channels:
+        images = fn.color_space_conversion(images, image_type=colour[source.channels], output_type=colour[channels])
+    return images, []
+
+
+def _decode_within(
+    files: Node, shape: Node, max_pixels: int, channels: int, colour: types.DALIImageType, device_id: int | None
+) -> Node:
+    if shape[0] * shape[1] <= max_pixels:
+        if device_id is None:
+            images = fn.decoders.image(files, output_type=colour)
+        else:
+            # Upsample colour as the CPU decoder does, so that both devices see the same pixels.
+            images = fn.decoders.image(files, device="mixed", output_type=colour, jpeg_fancy_upsampling=True)
+    else:
+        pixel = np.zeros((1, 1, channels), np.uint8)
+        images = types.Constant(pixel, layout="HWC", device="cpu" if device_id is None else "gpu")
+    return images
 
 
 def _pipeline(
@@ -70,6 +97,7 @@ def _pipeline(
     feed: Callable[[], Batch],
     num_inputs: int,
     source: Source,
+    channels: int,
     *,
     batch: int,
     threads: int,
@@ -77,10 +105,16 @@ def _pipeline(
     prefetch: int,
 ) -> Pipeline:
     """`batch`: the most samples in one; `device_id`: a GPU, or None for the CPU; `prefetch`: batches in the making."""
-    pipeline = Pipeline(batch_size=batch, num_threads=threads, device_id=device_id, prefetch_queue_depth=prefetch)
-    with pipeline:
+    # The `if`s of views are Python's, decided here; that of `_decode_within` is the graph's own.
+    views = do_not_convert(build)
+
+    @pipeline_def(enable_conditionals=source.encoded)
+    def graph() -> tuple[Node, ...]:
         layouts = ["" if source.encoded else "HWC"]
         inputs = fn.external_source(feed, num_outputs=num_inputs, batch=True, layout=layouts)
-        pipeline.set_outputs(*build(*inputs))
+        images, facts = _decode(inputs[0], source, channels, device_id)
+        return (*views(images, *inputs[1:]), *facts)
+
+    pipeline = graph(batch_size=batch, num_threads=threads, device_id=device_id, prefetch_queue_depth=prefetch)
     pipeline.build()
     return pipeline

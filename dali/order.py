@@ -84,6 +84,30 @@ def split(total: int, parts: int) -> list[slice]:
     return [slice(low, high) for low, high in zip(edges, edges[1:], strict=False)]
 
 
+def substitutes(
+    seed: int, epoch: int, num_samples: int, global_batch: int, places: NDArray[np.int64], bad: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The images that take the places of bad ones in an epoch, each place given by the bad image that has it.
+
+    The epoch's n-th bad image is replaced by the n-th good one of those the epoch leaves out, and when these are used
+    up, of those it began with. `bad` are all images known to be bad. The answer is the same whenever it is asked for,
+    by whichever worker, as long as all bad images up to these places are among them.
+
+    Raises:
+        InputError: no image is good.
+    """
+    order = epoch_order(seed, epoch, num_samples)
+    used = steps_per_epoch(num_samples, global_batch) * global_batch
+    candidates = np.concatenate([order[used:], order[:used]])
+    good = candidates[~np.isin(candidates, bad)]
+    if not len(good):
+        raise InputError(f"data.path: none of the {num_samples} images can be read")
+    rank = np.cumsum(np.isin(order[:used], bad)) - 1
+    where = np.empty(num_samples, np.int64)
+    where[order] = np.arange(num_samples)
+    return good[rank[where[places]] % len(good)]
+
+
 def worker_positions(global_batch: int, micro_batches: int, shard: Shard) -> list[slice]:
     """This worker's places in the global batch, one slice for each micro-batch; some may be empty.
 

@@ -1,7 +1,8 @@
-"""Data sets packed into a few files, as they are handed round: MNIST's IDX format and CIFAR's Python batches."""
+"""Data sets packed into a few files: MNIST's IDX format, CIFAR's Python batches, NumPy's .npy and .npz."""
 
 import gzip
 import pickle
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali.errors import InputError
+from dali.interface import number_labels
 
 Split = Literal["train", "test"]
+ARRAY_SUFFIXES = (".npy", ".npz")
 Labelled = tuple[NDArray[np.uint8], NDArray[Any], list[str]]  # images, labels, names of the classes
 
 FASHION_MNIST = "/usr/share/datasets/fashion-mnist"  # where Debian's package dataset-fashion-mnist puts it
@@ -98,3 +101,38 @@ def _read_pickle(file: Path) -> dict[bytes, Any]:
             return _ArraysOnly(stream, encoding="bytes").load()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise InputError(f"{file}: is no readable CIFAR batch ({error}); unpack the archive again") from None
+
+
+def read_arrays(file: Path, key: str) -> tuple[NDArray[np.uint8], NDArray[Any] | None, list[str] | None]:
+    """`images` and, if there are any, `labels` of a .npz; or a .npy, and its namesake with labels for images.
+
+    Images are (N, H, W) or (N, H, W, C) bytes, C 1 or 3.
+    """
+    try:
+        if file.suffix.lower() == ".npz":
+            with np.load(file, allow_pickle=False) as found:
+                if "images" not in found.files:
+                    there = ", ".join(found.files) or "nothing"
+                    raise InputError(f"{key}: {file}: holds no `images` ({there}); save with images=..., labels=...")
+                images, labels = found["images"], found["labels"] if "labels" in found.files else None
+        else:
+            images = np.load(file, mmap_mode="r", allow_pickle=False)
+            beside = file.with_name(file.name.replace("images", "labels"))
+            labels = np.load(beside, allow_pickle=False) if beside != file and beside.is_file() else None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(
+            f"{key}: {file}: cannot be read ({error}); save plain arrays with np.save or np.savez"
+        ) from None
+    deep = images.ndim == 3 or (images.ndim == 4 and images.shape[3] in (1, 3))
+    if images.dtype != np.uint8 or not deep or 0 in images.shape:
+        raise InputError(
+            f"{key}: {file}: images are {images.dtype} {images.shape}; save uint8, (N, H, W) or (N, H, W, 1 or 3)"
+        )
+    if labels is None:
+        return images, None, None
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iuU":
+        raise InputError(
+            f"{key}: {file}: labels are {labels.dtype} {labels.shape} for {len(images)} images; "
+            "save one whole number or name each"
+        )
+    return images, *number_labels(map(str, labels.tolist()))

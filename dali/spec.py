@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Paths = str | tuple[str, ...]
 
 
 class Section(BaseModel):
@@ -18,20 +19,45 @@ class Section(BaseModel):
 class DataSpec(Section):
     """Where the images are, and how they are read."""
 
-    path: str = Field("", description="Folder or file with the training images.")
-    test_path: str | None = Field(
+    path: Paths = Field("", description="Training images: a folder or file (docs/data.md), or several, joined.")
+    test_path: Paths | None = Field(
         None,
-        description="Labelled test images for kNN, in a source of the same kind. "
+        description="Labelled test images for kNN, likewise. "
         "Not needed where `path` itself holds a test split (IDX, CIFAR).",
     )
-    kind: Literal["auto", "folder", "idx", "cifar"] = Field(
-        "auto", description="How `path` is read; `auto` decides by looking at it."
+    kind: Literal["auto", "folder", "list", "shards", "arrays", "idx", "cifar"] = Field(
+        "auto", description="How every path is read; `auto` decides by looking at each."
     )
+    exclude: str | None = Field(
+        None, description="File with names of images to leave out, one a line, as `check-data` writes it."
+    )
+    max_pixels: Count = Field(
+        100_000_000, description="An image file with more pixels, by its header, is a bad file; it is never decoded."
+    )
+    on_bad_file: Literal["fail", "skip"] = Field(
+        "fail",
+        description="A file that cannot be decoded: `fail` names it, saves and ends; `skip` trains on another image.",
+    )
+    max_bad_files: Count = Field(100, description="on_bad_file=skip ends the run when there are more than this.")
     channels: Literal[1, 3] = Field(3, description="Channels the model sees: images are converted to grey or RGB.")
     threads: Count | None = Field(
         None, description="DALI threads of each worker; null: the cores of the machine divided by its workers."
     )
     prefetch: Count = Field(2, description="Batches prepared ahead of training.")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths with the training images, none if not set."""
+        return _several(self.path)
+
+    @property
+    def test_paths(self) -> tuple[str, ...]:
+        """The paths with the test images, none if not set."""
+        return _several(self.test_path or "")
+
+
+def _several(paths: Paths) -> tuple[str, ...]:
+    return tuple(filter(None, (paths,) if isinstance(paths, str) else paths))
 
 
 class JitterSpec(Section):

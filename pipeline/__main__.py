@@ -11,6 +11,7 @@ VERBS = {
     "launch": "pretrain with several workers (what ./run.sh pretrain calls)",
     "pretrain": "one worker of a run",
     "quickstart": "pretrain on scikit-learn's handwritten digits",
+    "check-data": "decode every image, name the bad ones, and write them into a list to exclude",
     "doctor": "check every part of the installation",
     "exactness": "how equal runs on 1, 2, 3, 4 workers are",
     "ui": "open MLflow on a run's output folder",

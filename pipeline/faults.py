@@ -1,4 +1,4 @@
-"""Break runs in the ways clusters do, let them recover as a user would, and compare with a run that nothing happened to.
+"""Break runs in the ways clusters do, let them recover as a user would, and compare with a run nothing happened to.
 
 Each fault is done to real processes (`./run.sh pretrain` with two workers on generated digits). Recovery is the same
 command again, where the run does not go on by itself. A result is wrong if the weights, a step's loss, the samples or

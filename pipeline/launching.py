@@ -16,7 +16,7 @@ from dali.errors import InputError
 from pipeline import failures
 from pipeline.config import Config, dump, load
 from pipeline.cores import threads_per_worker
-from pipeline.progress import bar
+from pipeline.progress import bar, report
 from pipeline.stopping import SIGNALS
 
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
@@ -172,7 +172,7 @@ def launch(args: list[str]) -> int:
     from pipeline.workers import choose_device
 
     here = options.hosts is None and options.hostfile is None and options.min_np is None
-    _, plan = check(config)
+    _, plan = check(config, report)
     if options.dry_run:
         device = choose_device(config.device, 0, count) if here else config.device
         print(dump(config))

@@ -12,6 +12,7 @@ class Plan(NamedTuple):
     """Whole steps for every duration. Equal for any number of workers."""
 
     num_samples: int
+    num_excluded: int
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
@@ -26,7 +27,7 @@ class Plan(NamedTuple):
         return step / self.steps_per_epoch
 
 
-def make_plan(config: Config, num_samples: int) -> Plan:
+def make_plan(config: Config, num_samples: int, num_excluded: int = 0) -> Plan:
     """Resolve all durations.
 
     Raises:
@@ -41,6 +42,7 @@ def make_plan(config: Config, num_samples: int) -> Plan:
 
     return Plan(
         num_samples=num_samples,
+        num_excluded=num_excluded,
         steps_per_epoch=per_epoch,
         total_steps=total,
         warmup_steps=round(config.schedule.warmup_epochs * per_epoch),
@@ -64,8 +66,9 @@ def describe(config: Config, plan: Plan, size: int, device: str, threads: int) -
     per = config.optimizer.reference_batch
     base = f"per {per} samples" if per else "as given"
     reference = min(local) if min(local) == max(local) else f"{min(local)}-{max(local)}"
+    excluded = "" if config.data.exclude is None else f", {plan.num_excluded:,} excluded"
     rows = [
-        ("images", f"{plan.num_samples:,} in {config.data.path}"),
+        ("images", f"{plan.num_samples:,} in {', '.join(config.data.paths)}{excluded}"),
         ("workers", f"{size} on {device}, {threads} thread{'s' * (threads > 1)} each"),
         ("batch", f"{train.global_batch} global, {reference} local, {train.micro_batches} micro-batches"),
         ("steps", f"{plan.total_steps:,} = {train.epochs:g} epochs x {plan.steps_per_epoch:,}"),

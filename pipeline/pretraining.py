@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from dali.errors import InputError
+from dali.interface import Report, silent
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
 from pipeline import checkpoint, failures, pictures, progress, stopping, sync_bn, training, workers
+from pipeline.bad_files import BadFiles
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.features import knn_accuracy
@@ -36,6 +38,9 @@ NOT_SHAPING_KEYS = {
     "data.path",  # the images themselves are compared, by the digest of their list
     "data.test_path",
     "data.kind",
+    "data.exclude",
+    "data.on_bad_file",  # a run without bad files is the same by both, and one with some can go on by `skip`
+    "data.max_bad_files",
     "data.threads",
     "data.prefetch",
     "train.stop_after_steps",
@@ -44,14 +49,14 @@ NOT_SHAPING_KEYS = {
 }
 
 
-def check(config: Config) -> tuple[Source, Plan]:
+def check(config: Config, report: Report = silent) -> tuple[Source, Plan]:
     """Everything that can be refused before a worker starts: images, their number, backbone, output folder.
 
     Raises:
         InputError: one line.
     """
-    source = open_source(config.data, "train")
-    plan = make_plan(config, len(source))
+    source = open_source(config.data, "train", report)
+    plan = make_plan(config, len(source), source.excluded)
     with torch.device("meta"):
         build_model(config.model, config.data.channels, config.views.size, config.seed)
     check_output(config.output_path)
@@ -236,6 +241,8 @@ def resume(run: Run) -> None:
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.step, run.resumed_run_id = state["step"], state["run_id"]
+    if state["facts"]["digest"] == run.source.digest:
+        run.bad_files = {int(index): reason for index, reason in state["bad_files"].items()}
     if run.world.rank == 0:
         print(f"resuming at step {run.step} from {chosen}", flush=True)
 
@@ -279,6 +286,7 @@ class Duties:
             "scaler": run.scaler.state_dict(),
             "config": run.config.model_dump(mode="json"),
             "run_id": self.tracker.run_id,
+            "bad_files": {str(index): reason for index, reason in run.bad_files.items()},
             "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
         }
         milestone = every is not None and run.step % every == 0
@@ -350,7 +358,11 @@ def go_on(
         duties.after_step(run, batch, outcome)
         after_step(run)
 
-    verdict = training.train(run, after, lambda run, values: _log(run, values, duties.tracker), wishes)
+    try:
+        verdict = training.train(run, after, lambda run, values: _log(run, values, duties.tracker), wishes)
+    except BadFiles:
+        duties.save(run)
+        raise
     duties.save(run)
     if verdict == stopping.GO_ON:
         duties.judge(run)
@@ -374,10 +386,11 @@ def open_test(config: Config, source: Source) -> Source | None:
     """
     if source.labels is None or not has_test_split(config.data):
         return None
-    test = open_source(config.data, "test")
+    test = open_source(config.data, "test", classes=source.classes)
     if test.labels is None or test.classes != source.classes:
+        where = ", ".join(config.data.test_paths or config.data.paths)
         raise InputError(
-            f"data.test_path: {config.data.test_path or config.data.path} has other classes than the training images "
+            f"data.test_path: {where} has other classes than the training images "
             f"({len(test.classes or [])} against {len(source.classes or [])}); give the same class folders"
         )
     return test

@@ -68,3 +68,19 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def report(text: str, done: int, total: int | None) -> None:
+    """How far something long has come, on standard error: a bar on a terminal, else a line now and then."""
+    global _next_line
+    end = done == total
+    if sys.stderr.isatty():
+        shown = f"{text}: {done:,}" + (f" of {total:,}" if total else "")
+        print(bar(done, total, shown) if total else f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)
+    elif time.monotonic() >= _next_line or (end and done >= LARGE):
+        print(f"{text}: {done:,}" + (f" of {total:,}" if total else ""), file=sys.stderr, flush=True)
+        _next_line = time.monotonic() + LINE_SECONDS
+
+
+LINE_SECONDS, LARGE = 10.0, 10_000
+_next_line = time.monotonic() + LINE_SECONDS

@@ -13,6 +13,7 @@ from dali.loader import Batch, TwoViewLoader
 from dali.order import worker_positions
 from dali.sources import Source
 from pipeline import schedule, stopping, workers
+from pipeline.bad_files import Readable
 from pipeline.config import Config
 from pipeline.loss import BarlowTwinsLoss, Terms
 from pipeline.model import BarlowTwins
@@ -38,6 +39,7 @@ class Run:
     scaler: torch.amp.GradScaler
     autocast: torch.dtype | None
     step: int = 0
+    bad_files: dict[int, str] = field(default_factory=dict)  # images that cannot be read, by index, and why
     resumed_run_id: str | None = None
     vote: workers.Vote = field(default_factory=workers.Vote)
 
@@ -119,8 +121,8 @@ def _autocast(run: Run) -> Any:
     return torch.autocast(run.device.type, dtype=run.autocast)
 
 
-def open_loader(run: Run) -> TwoViewLoader:
-    """The batches from `run.step` on."""
+def open_loader(run: Run, report_bad: bool = False) -> TwoViewLoader:
+    """The batches from `run.step` on; `report_bad` as there."""
     config = run.config
     return TwoViewLoader(
         run.source,
@@ -137,6 +139,7 @@ def open_loader(run: Run) -> TwoViewLoader:
         prefetch=config.data.prefetch,
         dtype=getattr(torch, config.precision.dtype),
         channels_last=config.precision.channels_last,
+        report_bad=report_bad,
     )
 
 
@@ -154,12 +157,15 @@ def train(
     config, verdict = run.config, stopping.GO_ON
     progress = Progress(run.plan, config.train.global_batch, run.step)
     started, time_limit = time.monotonic(), config.train.max_minutes
-    with open_loader(run) as loader:
-        for batch in loader:
+    with open_loader(run, report_bad=True) as loader:
+        batches = Readable(run, loader)
+        for batch in batches:
             result = train_step(run, batch.y1, batch.y2)
-            progress.add(loader.wait_seconds)
+            progress.add(batches.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
                 values = progress.measure(run.step, result.terms, run.optimizer)
+                if config.data.on_bad_file == "skip":
+                    values["bad_files"] = len(run.bad_files)
                 if run.world.rank == 0:
                     log(run, values)
             after_step(run, batch, result)
@@ -168,6 +174,7 @@ def train(
             verdict = run.vote.cast(max(wish, stopping.TIME_IS_UP if late else stopping.GO_ON))
             if verdict != stopping.GO_ON:
                 break
+        batches.close()
     run.vote.close()
     # A wish that is heard only after the last step changes nothing: the run is complete
     return stopping.GO_ON if run.step == run.plan.stop_step else verdict

@@ -319,14 +319,15 @@ class Vote:
     With `unanimous` it is the minimum: something happens only if all want it.
     """
 
-    def __init__(self, unanimous: bool = False) -> None:
-        self._op = hvd.Min if unanimous else hvd.Max
+    def __init__(self, name: str = "vote", unanimous: bool = False) -> None:
+        """`name` keeps votes on different matters apart."""
+        self._name, self._op = name, hvd.Min if unanimous else hvd.Max
         self._pending: int | None = None
         self._casts = 0
 
     def cast(self, value: int) -> int:
         """Cast this step's value; returns the outcome of the step before (0 at the first)."""
-        name = f"vote.{self._casts % 2}"  # the last one may still be on its way
+        name = f"{self._name}.{self._casts % 2}"  # the last one may still be on its way
         self._casts += 1
         handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name=name, op=self._op)
         before, self._pending = self._pending, handle

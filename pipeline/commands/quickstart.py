@@ -25,7 +25,7 @@ def run(args: list[str]) -> int:
     if not any(word.startswith("output=") for word in args):
         words.append(f"output={_next_output(root / 'outputs')}")
     settings = config.load(CONFIG, words[1:])
-    digits = Path(settings.data.path).parent
+    digits = Path(settings.data.paths[0]).parent
     write_digits(digits)
     started = time.monotonic()
     code = launching.launch(["-np", str(min(2, usable_cores())), *words])

@@ -215,5 +215,5 @@ def test_test_images_of_folders(tmp_path):
     assert test.labels.tolist() == [1] and test.classes == ["a", "b"], "numbered as in training"
     assert Image.open(open_source(spec, "test").path(0)).size == (12, 12)
     write_images(tmp_path, ["test/c/2.jpg"])
-    with pytest.raises(InputError, match=r"data\.test_path: the class folder 'c' is not in .*train"):
+    with pytest.raises(InputError, match=r"data\.test_path: the class 'c' is not in .*train"):
         open_source(spec, "test")

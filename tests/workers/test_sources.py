@@ -1,0 +1,49 @@
+"""The quickstart model trained for two epochs on the same images in every form: the same losses, bit for bit."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from pipeline import pretraining, workers
+from tests.workers.test_training import digits, settings  # noqa: F401  (fixtures)
+
+
+def write_forms(folder, files):
+    """The files as class folders, list, shards, and arrays, in the same order; what data.path is for each."""
+    for file in files:
+        target = folder / "tree" / file.parent.name / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
+    files = sorted((folder / "tree").glob("*/*.png"))
+    rows = [{"path": str(file.relative_to(folder)), "label": file.parent.name} for file in files]
+    (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for number, part in enumerate((files[:20], files[20:])):
+        with tarfile.open(folder / f"{number}.tar", "w") as tar:
+            for file in part:
+                for suffix, content in (("png", file.read_bytes()), ("cls", file.parent.name.encode())):
+                    member = tarfile.TarInfo(f"{file.parent.name}-{file.stem}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    pixels = np.stack([np.asarray(Image.open(file)) for file in files])
+    np.savez(folder / "arrays.npz", images=pixels, labels=[int(file.parent.name) for file in files])
+
+
+def test_every_form_of_the_same_images_trains_alike(world, digits, settings):  # noqa: F811
+    folder = Path(digits) / "forms"
+    with workers.together():
+        if world.rank == 0:
+            write_forms(folder, sorted(Path(digits).glob("digits/train/*/*.png"))[::20])
+    workers.barrier("forms")
+    losses = {}
+    for form in ("tree", "list.jsonl", ("0.tar", "1.tar"), "arrays.npz"):
+        path = str([str(folder / part) for part in form]) if isinstance(form, tuple) else str(folder / form)
+        made = settings("train.epochs=2", f"data.path={path}")
+        pretraining.pretrain(made, world)
+        lines = [json.loads(line) for line in (made.output_path / "journal.jsonl").read_text().splitlines()]
+        losses[form] = [line["metrics"]["loss"] for line in lines if "loss" in line.get("metrics", {})]
+    assert len(losses["tree"]) == 4
+    assert all(found == losses["tree"] for found in losses.values()), losses
