@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -244,12 +245,13 @@ def resume(run: Run) -> None:
 
 @dataclass
 class Duties:
-    """What is due after which step. Called by all workers alike; only rank 0 has a tracker."""
+    """What is due after which step. Called by all workers alike; only rank 0 has a tracker and a writer."""
 
     tracker: Tracker | None
     test: Source | None
     first_step: int
     knn: dict[int, float]
+    writer: checkpoint.Writer | None = None
 
     def after_step(self, run: Run, batch: Batch, outcome: Outcome) -> None:
         plan, step = run.plan, run.step
@@ -266,23 +268,50 @@ class Duties:
             self.save(run)
 
     def save(self, run: Run) -> None:
-        """Write a checkpoint on rank 0, once all workers are known to hold the same state."""
+        """Begin to write a checkpoint on rank 0, once all workers are known to hold the same finite state.
+
+        Raises:
+            RuntimeError: by all workers alike; the checkpoints before stay as they are.
+        """
+        began = time.perf_counter()
+        weights = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+        if bad := checkpoint.not_finite(weights):
+            raise RuntimeError(f"{bad[0]} is not finite after step {run.step}: no checkpoint of it is written")
         workers.check_equal_state(run.model, run.optimizer)
-        if self.tracker is None:
+        if self.tracker is None or self.writer is None:
             return
         every = run.plan.milestone_steps
         state = {
             "step": run.step,
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
+            **weights,
             "scaler": run.scaler.state_dict(),
             "config": run.config.model_dump(mode="json"),
             "run_id": self.tracker.run_id,
             "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
         }
         milestone = every is not None and run.step % every == 0
-        checkpoint.save(run.config.output_path, state, run.config.checkpoint.keep, milestone)
-        self.tracker.sync()
+        self.writer.save(state, milestone, first=self.tracker.sync)
+        self.tracker.log(run.step, {"checkpoint_stall_seconds": time.perf_counter() - began})
+
+    def end_saving(self, run: Run) -> None:
+        """Wait for the last checkpoint, and say which ones could not be written.
+
+        Raises:
+            RuntimeError: by all workers alike, if it is the last one.
+        """
+        failed: dict[int, str] = {}
+        if self.writer is not None and self.tracker is not None:
+            self.writer.wait()
+            failed = self.writer.failed
+            if failed:
+                told = ", ".join(f"{step} ({why})" for step, why in failed.items())
+                print(f"warning: these checkpoints could not be written, by step: {told}", flush=True)
+                self.tracker.tag("checkpoints_failed", told)
+        if problem := workers.from_rank_0(failed.get(run.step), "last checkpoint"):
+            raise RuntimeError(
+                f"the last checkpoint, of step {run.step}, could not be written ({problem}); "
+                "make room and start the run again: it goes on from the newest one there"
+            )
 
     def judge(self, run: Run) -> None:
         """kNN accuracy now, if there is a labelled test split."""
@@ -312,7 +341,8 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
             new_run=config.checkpoint.resume == "never",
             facts=facts(run),
         )
-    duties = Duties(tracker, test, run.step, {})
+    writer = checkpoint.Writer(config.output_path, config.checkpoint.keep) if world.rank == 0 else None
+    duties = Duties(tracker, test, run.step, {}, writer)
     try:
         if config.knn.at_start and run.step == 0:
             duties.judge(run)
@@ -320,7 +350,10 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
         duties.save(run)
         if verdict == stopping.GO_ON:
             duties.judge(run)
+        duties.end_saving(run)
     except BaseException as error:
+        if writer is not None:
+            writer.join()
         if tracker is not None:
             causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
             message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
