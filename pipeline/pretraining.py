@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from dali.errors import InputError
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, failures, pictures, progress, stopping, sync_bn, training, workers
+from pipeline import checkpoint, failures, lease, pictures, progress, stopping, sync_bn, tracking, training, workers
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.features import knn_accuracy
@@ -90,6 +92,31 @@ def check_output_is_shared(output: Path, rank: int) -> None:
             raise InputError(f"output: {output} is not the folder rank 0 writes to; it must be shared by all hosts")
     if rank == 0:
         note.unlink()
+
+
+@contextmanager
+def owned(output: Path, world: workers.World) -> Iterator[None]:
+    """A block in which this job, and no other, writes to the output folder. Entered by all workers.
+
+    An attempt that died there without a word is marked KILLED in the tracking.
+
+    Raises:
+        InputError: another job owns the folder.
+    """
+    held, mourned = None, False
+    with workers.together():
+        if world.rank == 0:
+            held = lease.Lease.take(output)
+            mourned = held.is_new and tracking.mark_killed(output, "killed, or its machine went away")
+    try:
+        yield
+    except InputError:  # no attempt follows that would send it
+        if mourned:
+            tracking.sync(output, patience=10)
+        raise
+    finally:
+        if held is not None:
+            held.release()
 
 
 def prepare(config: Config, world: workers.World) -> Run:
@@ -229,7 +256,8 @@ def resume(run: Run) -> None:
             )
         if state["step"] >= run.plan.stop_step:
             raise InputError(
-                f"output: the run in {config.output_path} is complete (step {state['step']}); write another"
+                f"output: the run in {config.output_path} is complete (step {state['step']}); write another, or go on "
+                "with a larger train.epochs and checkpoint.allow_change=[train.epochs]"
             )
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])

@@ -27,7 +27,8 @@ def run(args: list[str]) -> int:
         with workers.together():
             settings = config.load(options.config, options.overrides)
         failures.record_in(settings.output_path)
-        verdict = pretraining.pretrain(settings, world, wishes)
+        with pretraining.owned(settings.output_path, world):
+            verdict = pretraining.pretrain(settings, world, wishes)
     # A launcher that sees one worker leave with a code sends SIGTERM to the others: leave together, and deaf
     wishes.ignore()
     code = stopping.EXIT_CODES[verdict]
