@@ -267,7 +267,7 @@ def _save_to(path: Path, value: Any) -> str:
     with path.open("wb", buffering=0) as file:
         hashed = _Hashed(file)
         try:
-            torch.save(value, hashed)
+            torch.save(value, hashed)  # type: ignore[arg-type]  # it calls write and flush
         except Exception:
             if hashed.error is not None:
                 raise hashed.error from None

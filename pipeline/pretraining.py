@@ -1,7 +1,6 @@
 """A pretraining run from its config to its last file: what is built, what is due after a step, what remains."""
 
 import json
-import math
 import os
 import platform
 import subprocess
@@ -42,6 +41,9 @@ NOT_SHAPING_KEYS = {
     "data.prefetch",
     "train.stop_after_steps",
     "train.max_minutes",
+    "train.on_non_finite",
+    "train.non_finite_in_a_row",
+    "train.watchdog_seconds",
     "model.weights",
 }
 
@@ -442,8 +444,6 @@ def _log(run: Run, values: dict[str, float], tracker: Tracker | None) -> None:
     progress.show(run.plan, run.step, values)
     if tracker is not None:
         tracker.log(run.step, values)
-    if not math.isfinite(values["loss"]):
-        print(f"warning: the loss of step {run.step} is {values['loss']}; the update was left out", flush=True)
 
 
 def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
