@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,19 @@ import torch
 from dali.errors import InputError
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, failures, lease, pictures, progress, stopping, sync_bn, tracking, training, workers
+from pipeline import (
+    checkpoint,
+    failures,
+    lease,
+    pictures,
+    progress,
+    stopping,
+    sync_bn,
+    tracking,
+    training,
+    watchdog,
+    workers,
+)
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.features import knn_accuracy
@@ -297,6 +310,7 @@ class Duties:
         if step % plan.checkpoint_steps == 0 and step != plan.stop_step:
             self.save(run)
 
+    @watchdog.phase("checkpoint")
     def save(self, run: Run) -> None:
         """Begin to write a checkpoint on rank 0, once all workers are known to hold the same finite state.
 
@@ -323,6 +337,7 @@ class Duties:
         self.writer.save(state, milestone, first=self.tracker.sync)
         self.tracker.log(run.step, {"checkpoint_stall_seconds": time.perf_counter() - began})
 
+    @watchdog.phase("checkpoint")
     def end_saving(self, run: Run) -> None:
         """Wait for the last checkpoint, and say which ones could not be written.
 
@@ -343,6 +358,7 @@ class Duties:
                 "make room and start the run again: it goes on from the newest one there"
             )
 
+    @watchdog.phase("evaluate")
     def judge(self, run: Run) -> None:
         """kNN accuracy now, if there is a labelled test split."""
         if self.test is None:
@@ -371,6 +387,7 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
             new_run=config.checkpoint.resume == "never",
             facts=facts(run),
         )
+        watchdog.at_stall(partial(tracker.end, "FAILED", rank=0))
     writer = checkpoint.Writer(config.output_path, config.checkpoint.keep) if world.rank == 0 else None
     duties = Duties(tracker, test, run.step, {}, writer)
     try:
@@ -381,7 +398,10 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
         if verdict == stopping.GO_ON:
             duties.judge(run)
         duties.end_saving(run)
+        if world.rank == 0:
+            checkpoint.save_file(config.output_path / "backbone.pth", backbone_state(run.model))
     except BaseException as error:
+        watchdog.enter("end")
         if writer is not None:
             writer.join()
         if tracker is not None:
@@ -389,6 +409,7 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
             message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
             tracker.end("FAILED", message, rank=rank)
         raise
+    watchdog.enter("end")
     if tracker is not None:
         reason = stopping.WORDS.get(verdict)
         tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
@@ -447,7 +468,7 @@ def _log(run: Run, values: dict[str, float], tracker: Tracker | None) -> None:
 
 
 def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
-    """The weights alone, and what came out, for people and other programs."""
+    """What came out, for people and other programs."""
     output = run.config.output_path
     summary = {
         "step": run.step,
@@ -455,10 +476,10 @@ def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
         "finished": run.step == run.plan.total_steps,
         "stopped_by": stopping.WORDS.get(verdict),
         "knn_accuracy": {str(step): value for step, value in duties.knn.items()},
+        "checkpoints_failed": {str(step): why for step, why in (duties.writer.failed if duties.writer else {}).items()},
         "run_id": tracker.run_id,
         "output": str(output),
     }
-    checkpoint.save_file(output / "backbone.pth", backbone_state(run.model))
     temporary = output / ".summary.json.tmp"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(temporary, output / "summary.json")

@@ -12,7 +12,7 @@ from torch import Tensor
 from dali.loader import Batch, TwoViewLoader
 from dali.order import worker_positions
 from dali.sources import Source
-from pipeline import schedule, stopping, workers
+from pipeline import schedule, stopping, watchdog, workers
 from pipeline.config import Config
 from pipeline.guard import Buffers, Guard
 from pipeline.loss import BarlowTwinsLoss, Terms
@@ -180,7 +180,9 @@ def train(
     started, time_limit = time.monotonic(), config.train.max_minutes
     with open_loader(run) as loader:
         for batch in loader:
+            watchdog.enter("step")
             result = train_step(run, batch.y1, batch.y2)
+            watchdog.stepped(run.step)
             guard.after_step(run.step, batch, result.terms, result.left_out)
             progress.add(loader.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
@@ -193,6 +195,7 @@ def train(
             verdict = run.vote.cast(max(wish, stopping.TIME_IS_UP if late else stopping.GO_ON))
             if verdict != stopping.GO_ON:
                 break
+            watchdog.enter("data")
     guard.close()
     run.vote.close()
     # A wish that is heard only after the last step changes nothing: the run is complete

@@ -18,7 +18,7 @@ def parse(args: list[str]) -> argparse.Namespace:
 
 def run(args: list[str]) -> int:
     """Join the job and train; returns the exit code."""
-    from pipeline import failures, pretraining, stopping, workers
+    from pipeline import failures, pretraining, stopping, watchdog, workers
 
     options = parse(args)
     wishes = stopping.Wishes()
@@ -27,6 +27,7 @@ def run(args: list[str]) -> int:
         with workers.together():
             settings = config.load(options.config, options.overrides)
         failures.record_in(settings.output_path)
+        watchdog.start(world.rank, settings.train.watchdog_seconds)
         with pretraining.owned(settings.output_path, world):
             verdict = pretraining.pretrain(settings, world, wishes)
     # A launcher that sees one worker leave with a code sends SIGTERM to the others: leave together, and deaf
@@ -35,5 +36,6 @@ def run(args: list[str]) -> int:
     if world.rank == 0:
         failures.leave(settings.output_path, code)
     workers.barrier("leave")
+    watchdog.stop()
     workers.stop()
     return code
