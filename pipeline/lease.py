@@ -63,7 +63,7 @@ class Lease:
         self.is_new = is_new
         self._path, self._owner = path, owner
         self._released = threading.Event()
-        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+        threading.Thread(target=self._keep_beating, name="lease", daemon=True).start()
 
     @classmethod
     def take(cls, output: Path, job: str | None = None) -> "Lease":
@@ -96,18 +96,24 @@ class Lease:
         if _read(self._path) == self._owner:
             self._path.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def beat(self) -> bool:
+        """Say that we are alive; False: a later process of our own job has the folder."""
+        owner = _read(self._path)
+        if owner is not None and owner.job != self._owner.job and not self._released.is_set():
+            # We were taken for dead (a machine that was suspended): two must not write here
+            print(f"error: {self._path.parent} now belongs to {owner}; ending", file=sys.stderr, flush=True)
+            os._exit(1)
+        if owner != self._owner:
+            return False
+        os.utime(self._path)
+        return True
+
+    def _keep_beating(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
             try:
-                owner = _read(self._path)
-                if owner is not None and owner.job != self._owner.job and not self._released.is_set():
-                    # We were taken for dead (a machine that was suspended): two must not write here
-                    print(f"error: {self._path.parent} now belongs to {owner}; ending", file=sys.stderr, flush=True)
-                    os._exit(1)
-                if owner != self._owner:  # a later process of our own job has it
+                if not self.beat():
                     return
-                os.utime(self._path)
-            except OSError:  # a server that is away; others see no heartbeat, and so did we not give one
+            except OSError:  # the folder's server is away; nobody else sees the lease either
                 continue
 
 

@@ -46,9 +46,7 @@ class Watchdog:
         looked = time.monotonic()
         while not self._stopped.wait(pause):
             now = time.monotonic()
-            if (
-                now - looked > 5 * pause + SPARE_SECONDS
-            ):  # the whole process was stopped, or its machine was: nobody stalled
+            if now - looked > 5 * pause + SPARE_SECONDS:  # all of the process was stopped, or its machine
                 self.since = now
             looked = now
             limit = max(self.seconds, self.allowance) * (WAITING_FACTOR if self.waiting else 1)
