@@ -159,6 +159,10 @@ def test_a_run_on_other_images_or_settings_is_refused_with_what_changed(world, s
         pretraining.pretrain(other, world)
     with pytest.raises(InputError, match="is complete"):
         pretraining.pretrain(made, world)
+    allowed = made.checkpoint.model_copy(update={"allow_change": ("train.epochs",)})
+    longer = made.train.model_copy(update={"epochs": 2, "stop_after_steps": 3})
+    pretraining.pretrain(made.model_copy(update={"train": longer, "checkpoint": allowed}), world)
+    assert checkpoint.path_of(made.output_path, 3).exists() or world.rank
 
 
 def test_starting_moves_no_weight_and_all_workers_hold_the_same(world, settings):
