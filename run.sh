@@ -15,7 +15,7 @@ usage() {
   ui           [OUTPUT] open MLflow on a run's results, on this machine only
   sync-tracking OUTPUT   send what a tracking server missed
   exactness    how equal runs on 1, 2, 3, 4 workers are; exit 1 if a bound is exceeded
-  bench        autocast: measurements behind choices
+  bench        autocast, combine, micro-batches, resilience: measurements behind choices
   lint         ruff and mypy
   test         all tests that need no GPU
   test-gpu     the checks that need one

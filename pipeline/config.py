@@ -73,6 +73,21 @@ class TrainSection(Section):
     stop_after_steps: Count | None = Field(None, description="Save and end after this step; the schedule stays.")
     max_minutes: Positive | None = Field(None, description="Save and end after this many minutes.")
     gradient_groups: Count = Field(2, description="Fixed groups in which gradients are summed over the workers.")
+    on_non_finite: Literal["skip", "stop"] = Field(
+        "skip", description="Where a loss or gradient is NaN or infinite: leave the step out, or end the run."
+    )
+    non_finite_in_a_row: Count | None = Field(
+        None, description="`skip` only: so many left out one after another end the run too; null there means 10."
+    )
+    watchdog_seconds: Positive | None = Field(
+        1800, description="A worker without progress for so long says where it stands and ends the run; null: none."
+    )
+
+    @model_validator(mode="after")
+    def _no_option_without_effect(self) -> "TrainSection":
+        if self.non_finite_in_a_row is not None and self.on_non_finite == "stop":
+            raise ValueError("non_finite_in_a_row has no effect with on_non_finite: stop; remove it")
+        return self
 
 
 class PrecisionSection(Section):

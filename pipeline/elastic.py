@@ -22,9 +22,10 @@ from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from dali.errors import InputError
-from pipeline import pretraining, stopping, workers
+from pipeline import pretraining, stopping, watchdog, workers
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
+from pipeline.lease import Lease
 from pipeline.training import Run
 
 # A signal that not all workers have had after so many seconds is for this host alone: it is going. horovodrun reaches
@@ -41,7 +42,11 @@ def pretrain(config: Config, wishes: stopping.Wishes) -> int:
     """As `pretraining.pretrain`, from `hvd.init` to the last word, for a worker of an elastic job."""
     job = _Job(config, wishes)
     threading.Thread(target=job.leave_when_told, name="leaving", daemon=True).start()
-    return int(run_fn(_round, job.meet_again)(job))
+    try:
+        return int(run_fn(_round, job.meet_again)(job))
+    finally:
+        if job.lease is not None:
+            job.lease.release()
 
 
 def _round(job: "_Job") -> int:
@@ -73,6 +78,7 @@ class _Job(State):
         self.duties: pretraining.Duties | None = None
         self.resets = 0
         self.at_work = False
+        self.lease: Lease | None = None  # of the output folder, where rank 0 is or was
         self._kept: dict[str, Any] = {}
         self._told_at: float | None = None
 
@@ -98,6 +104,7 @@ class _Job(State):
 
     def meet_again(self) -> None:
         """Join the workers there are now; ends the process if its host is no longer one of them."""
+        watchdog.enter("start")
         hvd.shutdown()
         while True:
             try:
@@ -107,6 +114,8 @@ class _Job(State):
                 if _rank_given() == -1:
                     if self.duties is not None and self.duties.tracker is not None:
                         self.duties.tracker.close()
+                    if self.lease is not None:
+                        self.lease.release()
                     os._exit(0)
                 print("elastic: a worker that should have come did not; trying again without it", flush=True)
                 hvd.shutdown()
@@ -174,8 +183,13 @@ class _Job(State):
         known = {}
         if self.duties is not None:
             known = self.duties.knn
+            if self.duties.writer is not None:
+                self.duties.writer.join()
             if self.duties.tracker is not None:
                 self.duties.tracker.close()
+        with workers.together():
+            if run.world.rank == 0 and self.lease is None:
+                self.lease, _ = pretraining.take_lease(run.config.output_path)
         self.duties = pretraining.take_up(run)
         self.duties.knn.update(known)
         if run.world.rank == 0 and self.resets:

@@ -6,6 +6,7 @@ horovodrun exits 1 whatever the workers' codes were, and may blame the wrong ran
 import json
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from dali.errors import InputError
 
-DONE, ERROR, MISTAKE = 0, 1, 2
+DONE, ERROR, MISTAKE, STALLED = 0, 1, 2, 76
 FOLDER = "errors"
 EXIT_CODE = ".exit-code"
 _output: Path | None = None
@@ -43,14 +44,23 @@ def recorded(rank_now: Callable[[], int]) -> Iterator[None]:
     except Exception as error:
         mistake, rank = isinstance(error, InputError), rank_now()
         message = str(error) if mistake else " ".join("".join(traceback.format_exception_only(error)).split())[:500]
-        failure = Failure(time.time(), rank, socket.gethostname(), message, MISTAKE if mistake else ERROR)
-        if _output is not None:
-            folder = _output / FOLDER
-            folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(failure._asdict() | {"traceback": traceback.format_exc()}, indent=2)
-            (folder / f".rank{rank}.tmp").write_text(text + "\n")
-            os.replace(folder / f".rank{rank}.tmp", folder / f"rank{rank}.json")
+        write(rank, message, MISTAKE if mistake else ERROR, traceback.format_exc())
         raise
+
+
+def write(rank: int, message: str, exit_code: int, stack: str) -> None:
+    """Note a failure of this process, if it knows where."""
+    if _output is None:
+        return
+    failure = Failure(time.time(), rank, socket.gethostname(), message, exit_code)
+    folder = _output / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(failure._asdict() | {"traceback": stack}, indent=2)
+        (folder / f".rank{rank}.tmp").write_text(text + "\n")
+        os.replace(folder / f".rank{rank}.tmp", folder / f"rank{rank}.json")
+    except OSError as error:  # a full disk: what failed is worth more than this
+        print(f"warning: {folder} cannot be written ({error.strerror}); rank {rank}: {message}", file=sys.stderr)
 
 
 def found(output: Path) -> list[Failure]:

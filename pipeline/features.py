@@ -10,7 +10,7 @@ from torch import Tensor
 from dali.loader import EvalLoader
 from dali.order import Shard, epoch_order
 from dali.sources import Source
-from pipeline import workers
+from pipeline import watchdog, workers
 from pipeline.config import Config
 from pipeline.model import Backbone
 
@@ -49,6 +49,7 @@ def extract(
         channels_last=config.precision.channels_last,
     ) as loader:
         for batch in loader:
+            watchdog.beat()
             x = backbone(batch.images).float()
             rows.append(torch.nn.functional.normalize(x, dim=1).cpu())
             assert batch.labels is not None, "a source without labels"

@@ -69,10 +69,10 @@ class Journal:
         """Force what was written to the disk itself; for checkpoints."""
         with self._lock:
             self._write()
-            try:
-                os.fsync(self._file)
-            except OSError as error:
-                self._warn(error)
+        try:
+            os.fsync(self._file)  # not under the lock: a slow disk must not hold up those who append
+        except OSError as error:
+            self._warn(error)
 
     def close(self) -> None:
         """Sync and close; the journal cannot be used afterwards."""

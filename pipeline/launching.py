@@ -7,13 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from dali.errors import InputError
-from pipeline import failures
+from pipeline import failures, lease
 from pipeline.config import Config, dump, load
 from pipeline.cores import threads_per_worker
 from pipeline.progress import bar, report
@@ -179,8 +180,10 @@ def launch(args: list[str]) -> int:
         print(describe(config, plan, count, str(device), config.data.threads or threads_per_worker(count)))
         return 0
     output = config.output_path
+    lease.refuse_if_owned(output)
     failures.forget(output)
     environment = {**KEEP_MEMORY, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
+    environment[lease.JOB] = uuid.uuid4().hex
     environment["HOROVOD_GRACEFUL_TERMINATION_SECONDS"] = str(config.checkpoint.stop_seconds)
     if options.min_np is not None:
         # How long workers wait for a newcomer that starts, or never comes; 30 s are few for one that imports torch

@@ -1,14 +1,16 @@
 """A pretraining run from its config to its last file: what is built, what is due after a step, what remains."""
 
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,19 @@ from dali.errors import InputError
 from dali.interface import Report, silent
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, failures, pictures, progress, stopping, sync_bn, training, workers
+from pipeline import (
+    checkpoint,
+    failures,
+    lease,
+    pictures,
+    progress,
+    stopping,
+    sync_bn,
+    tracking,
+    training,
+    watchdog,
+    workers,
+)
 from pipeline.bad_files import BadFiles
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
@@ -45,6 +59,9 @@ NOT_SHAPING_KEYS = {
     "data.prefetch",
     "train.stop_after_steps",
     "train.max_minutes",
+    "train.on_non_finite",
+    "train.non_finite_in_a_row",
+    "train.watchdog_seconds",
     "model.weights",
 }
 
@@ -95,6 +112,40 @@ def check_output_is_shared(output: Path, rank: int) -> None:
             raise InputError(f"output: {output} is not the folder rank 0 writes to; it must be shared by all hosts")
     if rank == 0:
         note.unlink()
+
+
+def take_lease(output: Path) -> tuple[lease.Lease, bool]:
+    """The folder's lease, and whether an attempt that died there was marked KILLED. On rank 0.
+
+    Raises:
+        InputError: another job owns the folder.
+    """
+    held = lease.Lease.take(output)
+    return held, held.is_new and tracking.mark_killed(output, "killed, or its machine went away")
+
+
+@contextmanager
+def owned(output: Path, world: workers.World) -> Iterator[None]:
+    """A block in which this job, and no other, writes to the output folder. Entered by all workers.
+
+    An attempt that died there without a word is marked KILLED in the tracking.
+
+    Raises:
+        InputError: another job owns the folder.
+    """
+    held, mourned = None, False
+    with workers.together():
+        if world.rank == 0:
+            held, mourned = take_lease(output)
+    try:
+        yield
+    except InputError:  # no attempt follows that would send it
+        if mourned:
+            tracking.sync(output, patience=10)
+        raise
+    finally:
+        if held is not None:
+            held.release()
 
 
 def prepare(config: Config, world: workers.World) -> Run:
@@ -234,7 +285,8 @@ def resume(run: Run) -> None:
             )
         if state["step"] >= run.plan.stop_step:
             raise InputError(
-                f"output: the run in {config.output_path} is complete (step {state['step']}); write another"
+                f"output: the run in {config.output_path} is complete (step {state['step']}); write another, or go on "
+                "with a larger train.epochs and checkpoint.allow_change=[train.epochs]"
             )
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
@@ -252,12 +304,13 @@ def resume(run: Run) -> None:
 
 @dataclass
 class Duties:
-    """What is due after which step. Called by all workers alike; only rank 0 has a tracker."""
+    """What is due after which step. Called by all workers alike; only rank 0 has a tracker and a writer."""
 
     tracker: Tracker | None
     test: Source | None
     first_step: int
     knn: dict[int, float]
+    writer: checkpoint.Writer | None = None
 
     def after_step(self, run: Run, batch: Batch, outcome: Outcome) -> None:
         plan, step = run.plan, run.step
@@ -273,16 +326,24 @@ class Duties:
         if step % plan.checkpoint_steps == 0 and step != plan.stop_step:
             self.save(run)
 
+    @watchdog.phase("checkpoint")
     def save(self, run: Run) -> None:
-        """Write a checkpoint on rank 0, once all workers are known to hold the same state."""
+        """Begin to write a checkpoint on rank 0, once all workers are known to hold the same finite state.
+
+        Raises:
+            RuntimeError: by all workers alike; the checkpoints before stay as they are.
+        """
+        began = time.perf_counter()
+        weights = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+        if bad := checkpoint.not_finite(weights):
+            raise RuntimeError(f"{bad[0]} is not finite after step {run.step}: no checkpoint of it is written")
         workers.check_equal_state(run.model, run.optimizer)
-        if self.tracker is None:
+        if self.tracker is None or self.writer is None:
             return
         every = run.plan.milestone_steps
         state = {
             "step": run.step,
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
+            **weights,
             "scaler": run.scaler.state_dict(),
             "config": run.config.model_dump(mode="json"),
             "run_id": self.tracker.run_id,
@@ -290,9 +351,31 @@ class Duties:
             "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
         }
         milestone = every is not None and run.step % every == 0
-        checkpoint.save(run.config.output_path, state, run.config.checkpoint.keep, milestone)
-        self.tracker.sync()
+        self.writer.save(state, milestone, first=self.tracker.sync)
+        self.tracker.log(run.step, {"checkpoint_stall_seconds": time.perf_counter() - began})
 
+    @watchdog.phase("checkpoint")
+    def end_saving(self, run: Run) -> None:
+        """Wait for the last checkpoint, and say which ones could not be written.
+
+        Raises:
+            RuntimeError: by all workers alike, if it is the last one.
+        """
+        failed: dict[int, str] = {}
+        if self.writer is not None and self.tracker is not None:
+            self.writer.wait()
+            failed = self.writer.failed
+            if failed:
+                told = ", ".join(f"{step} ({why})" for step, why in failed.items())
+                print(f"warning: these checkpoints could not be written, by step: {told}", flush=True)
+                self.tracker.tag("checkpoints_failed", told)
+        if problem := workers.from_rank_0(failed.get(run.step), "last checkpoint"):
+            raise RuntimeError(
+                f"the last checkpoint, of step {run.step}, could not be written ({problem}); "
+                "make room and start the run again: it goes on from the newest one there"
+            )
+
+    @watchdog.phase("evaluate")
     def judge(self, run: Run) -> None:
         """kNN accuracy now, if there is a labelled test split."""
         if self.test is None:
@@ -307,6 +390,9 @@ class Duties:
 
     def failed(self, run: Run, error: BaseException) -> None:
         """Say in the record what ended the run: the earliest failure of any worker, as far as it is known."""
+        watchdog.enter("end")
+        if self.writer is not None:
+            self.writer.join()
         if self.tracker is not None:
             causes = failures.found(run.config.output_path)  # of other ranks; ours is only now on its way out
             message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
@@ -341,7 +427,9 @@ def take_up(run: Run) -> Duties:
             new_run=config.checkpoint.resume == "never" and run.step == 0,
             facts=facts(run),
         )
-    return Duties(tracker, test, run.step, {})
+        watchdog.at_stall(partial(tracker.end, "FAILED", rank=0))
+    writer = checkpoint.Writer(config.output_path, config.checkpoint.keep) if run.world.rank == 0 else None
+    return Duties(tracker, test, run.step, {}, writer)
 
 
 def go_on(
@@ -366,11 +454,15 @@ def go_on(
     duties.save(run)
     if verdict == stopping.GO_ON:
         duties.judge(run)
+    duties.end_saving(run)
+    if run.world.rank == 0:
+        checkpoint.save_file(run.config.output_path / "backbone.pth", backbone_state(run.model))
     return verdict
 
 
 def leave(run: Run, duties: Duties, verdict: int) -> None:
     """End the record, and write what the run hands over."""
+    watchdog.enter("end")
     if duties.tracker is not None:
         reason = stopping.WORDS.get(verdict)
         duties.tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
@@ -426,12 +518,10 @@ def _log(run: Run, values: dict[str, float], tracker: Tracker | None) -> None:
     progress.show(run.plan, run.step, values)
     if tracker is not None:
         tracker.log(run.step, values)
-    if not math.isfinite(values["loss"]):
-        print(f"warning: the loss of step {run.step} is {values['loss']}; the update was left out", flush=True)
 
 
 def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
-    """The weights alone, and what came out, for people and other programs."""
+    """What came out, for people and other programs."""
     output = run.config.output_path
     summary = {
         "step": run.step,
@@ -439,10 +529,10 @@ def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
         "finished": run.step == run.plan.total_steps,
         "stopped_by": stopping.WORDS.get(verdict),
         "knn_accuracy": {str(step): value for step, value in duties.knn.items()},
+        "checkpoints_failed": {str(step): why for step, why in (duties.writer.failed if duties.writer else {}).items()},
         "run_id": tracker.run_id,
         "output": str(output),
     }
-    checkpoint.save_file(output / "backbone.pth", backbone_state(run.model))
     temporary = output / ".summary.json.tmp"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(temporary, output / "summary.json")

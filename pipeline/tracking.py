@@ -16,6 +16,7 @@ from PIL import Image
 
 from dali.errors import InputError
 from pipeline.config import Config, dump
+from pipeline.file_systems import network_file_system
 from pipeline.host_metrics import HostMetrics
 from pipeline.journal import Journal, number, read
 from pipeline.mlflow_store import MlflowStore, flatten
@@ -67,6 +68,7 @@ class Tracker:
             InputError: the URI is no store MLflow takes, or the folder cannot be written.
         """
         uri = tracking_uri(config, output)
+        _warn_of_network(uri)
         try:
             journal = Journal(output / "journal.jsonl")
             (output / "config.yaml").write_text(dump(config))
@@ -221,6 +223,38 @@ def sync(output: Path, patience: float = 30.0) -> bool:
         if sender.finished or sender.position.offset == before:
             sender.abandon()
             return False
+
+
+def mark_killed(output: Path, why: str) -> bool:
+    """Note in the journal that its last attempt died without a word, for MLflow to be told with the rest.
+
+    Only for who knows that it is dead: the lease's new owner. False: there is none, or it said how it ended.
+    """
+    path = output / "journal.jsonl"
+    last = None
+    for record in read(path):
+        if record.kind in ("start", "end"):
+            last = record
+    if last is None or last.kind == "end":
+        return False
+    journal = Journal(path)
+    journal.attempt = last.attempt
+    journal.append("end", status="KILLED", tags={"error": why})
+    journal.close()
+    return True
+
+
+def _warn_of_network(uri: str) -> None:
+    if not uri.startswith("sqlite:///"):
+        return
+    folder = Path(uri.removeprefix("sqlite:///")).parent
+    kind = network_file_system(folder)
+    if kind is not None:
+        print(
+            f"warning: tracking.uri: {uri} is on a network file system ({kind}), where SQLite's locks do not hold "
+            "between hosts: use it from one host at a time, or give a server's http://HOST:PORT",
+            flush=True,
+        )
 
 
 def tracking_uri(config: Config, output: Path) -> str:

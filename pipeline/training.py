@@ -12,9 +12,10 @@ from torch import Tensor
 from dali.loader import Batch, TwoViewLoader
 from dali.order import worker_positions
 from dali.sources import Source
-from pipeline import schedule, stopping, workers
+from pipeline import schedule, stopping, watchdog, workers
 from pipeline.bad_files import Readable
 from pipeline.config import Config
+from pipeline.guard import Buffers, Guard
 from pipeline.loss import BarlowTwinsLoss, Terms
 from pipeline.model import BarlowTwins
 from pipeline.plan import Plan
@@ -43,9 +44,23 @@ class Run:
     resumed_run_id: str | None = None
     vote: workers.Vote = field(default_factory=workers.Vote)
 
+    def __post_init__(self) -> None:
+        self.buffers = Buffers(self.model)
+
 
 class Outcome(NamedTuple):
-    """What a step leaves to look at: its terms, and the embeddings z1, z2 (n, D) of this worker's slice."""
+    """What a step leaves to look at: its terms, the embeddings z1, z2 (n, D) of this worker's slice, and whether it was
+    left out because something was not finite (0 or 1, on the device).
+    """
+
+    terms: Terms
+    z1: Tensor
+    z2: Tensor
+    left_out: Tensor
+
+
+class Forward(NamedTuple):
+    """The same before the update."""
 
     terms: Terms
     z1: Tensor
@@ -55,24 +70,29 @@ class Outcome(NamedTuple):
 def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     """One update from this worker's slices of the two views, each (n, C, S, S).
 
-    The learning rate is a function of the step alone. A loss or a gradient that is not finite masks the update, on the
-    device and on all workers alike, since all of them hold the same sums.
+    The learning rate is a function of the step alone. A loss or a gradient that is not finite masks the update, running
+    statistics included, on the device and on all workers alike, since all of them hold the same sums.
     """
     plan, optimizer = run.plan, run.optimizer
     schedule.set_lr(optimizer, run.step, plan.warmup_steps, plan.total_steps, run.config.schedule.final_factor)
     run.gradients.start()
+    run.buffers.keep()
     terms, z1, z2 = backward(run, y1, y2)
     run.gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
     run.scaler.unscale_(optimizer)
+    left_out = run.gradients.not_finite(terms.loss)
     if not run.scaler.is_enabled():
-        optimizer.found_inf = run.gradients.not_finite(terms.loss)  # type: ignore[attr-defined]
+        optimizer.found_inf = left_out  # type: ignore[attr-defined]
+    elif run.scaler.get_scale() >= 1:  # gradients that overflow are how the scale is found; below 1 it is not the scale
+        left_out = (~torch.isfinite(terms.loss.detach())).to(torch.float32)
     run.scaler.step(optimizer)
     run.scaler.update()
+    run.buffers.restore(left_out)
     run.step += 1
-    return Outcome(Terms(*(term.detach() for term in terms)), z1.detach(), z2.detach())
+    return Outcome(Terms(*(term.detach() for term in terms)), z1.detach(), z2.detach(), left_out)
 
 
-def backward(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
+def backward(run: Run, y1: Tensor, y2: Tensor) -> Forward:
     """Terms of the global batch; this worker's contribution to the gradient is then in `.grad`, or on its way."""
     train = run.config.train
     if train.micro_batches > 1:
@@ -81,10 +101,10 @@ def backward(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
         z1, z2 = _both(run.model, y1, y2)
     terms = run.loss(z1, z2, train.global_batch)
     run.scaler.scale(terms.loss).backward()
-    return Outcome(terms, z1, z2)
+    return Forward(terms, z1, z2)
 
 
-def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
+def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Forward:
     """The same for a batch whose activations do not fit: only one micro-batch's are held at a time.
 
     Pass 1 runs the backbone over all micro-batches without a graph. The projector and the loss see the whole batch and
@@ -106,7 +126,7 @@ def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
         with _autocast(run):
             f1, f2 = _both(backbone, part1, part2)
         torch.autograd.backward([f1, f2], [gradient1.to(f1.dtype), gradient2.to(f2.dtype)])
-    return Outcome(terms, z1, z2)
+    return Forward(terms, z1, z2)
 
 
 def _both(module: torch.nn.Module, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,17 +173,24 @@ def train(
 
     `after_step` is called by all workers after every step, for what is due then (checkpoints, kNN, pictures); `log` on
     rank 0 every `tracking.log_every_steps`, with means since the last call.
+
+    Raises:
+        RuntimeError: by all workers alike, if losses or gradients are not finite (`train.on_non_finite`).
     """
     config, verdict = run.config, stopping.GO_ON
     progress = Progress(run.plan, config.train.global_batch, run.step)
+    guard = Guard(config, run.source, run.model, run.world.rank, lambda: _autocast(run))
     started, time_limit = time.monotonic(), config.train.max_minutes
     with open_loader(run, report_bad=True) as loader:
         batches = Readable(run, loader)
         for batch in batches:
+            watchdog.enter("step")
             result = train_step(run, batch.y1, batch.y2)
+            watchdog.stepped(run.step)
+            guard.after_step(run.step, batch, result.terms, result.left_out)
             progress.add(batches.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
-                values = progress.measure(run.step, result.terms, run.optimizer)
+                values = progress.measure(run.step, result.terms, run.optimizer) | {"skipped_steps": guard.skipped}
                 if config.data.on_bad_file == "skip":
                     values["bad_files"] = len(run.bad_files)
                 if run.world.rank == 0:
@@ -174,7 +201,9 @@ def train(
             verdict = run.vote.cast(max(wish, stopping.TIME_IS_UP if late else stopping.GO_ON))
             if verdict != stopping.GO_ON:
                 break
+            watchdog.enter("data")
         batches.close()
+    guard.close()
     run.vote.close()
     # A wish that is heard only after the last step changes nothing: the run is complete
     return stopping.GO_ON if run.step == run.plan.stop_step else verdict

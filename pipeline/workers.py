@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
+from pipeline import watchdog
 from pipeline.cores import cores_are_spare
 
 # Horovod: workers negotiate every so many ms, also with nothing to do. That pause is the floor under every small
@@ -111,7 +112,7 @@ def together() -> Iterator[None]:
         mistake = str(error)
         if hvd.rank() != 0:
             mistake = f"rank {hvd.rank()} on {socket.gethostname()}: {mistake}"
-    mistakes = hvd.allgather_object(mistake, name="together")
+    mistakes = gather_objects(mistake, "together")
     first = next((m for m in mistakes if m is not None), None)
     if first is not None:
         raise InputError(first)
@@ -122,19 +123,20 @@ def together() -> Iterator[None]:
 
 def sum_(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
     """`x` becomes its sum over the workers, in place. Outside autograd."""
-    _wait(hvd.allreduce_async_(_flat(x), name=name, op=hvd.Sum, process_set=process_set))
+    _wait(hvd.allreduce_async_(_flat(x), name=name, op=hvd.Sum, process_set=process_set), name)
     return x
 
 
-def _wait(handle: int) -> Tensor:
+def _wait(handle: int, name: str) -> Tensor:
     """The result of a collective.
 
     `hvd.synchronize` alone spins: where workers share cores, it takes them from those it waits for.
     """
     spin_until = time.perf_counter() + SPIN_SECONDS
-    while not hvd.poll(handle):
-        time.sleep(0 if time.perf_counter() < spin_until else POLL_SECONDS)
-    return hvd.synchronize(handle)
+    with watchdog.waiting(name):
+        while not hvd.poll(handle):
+            time.sleep(0 if time.perf_counter() < spin_until else POLL_SECONDS)
+        return hvd.synchronize(handle)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -149,17 +151,19 @@ def _flat(x: Tensor) -> Tensor:
 
 def gather(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
     """Rows of all workers, in order of rank; each may bring another number of rows. Outside autograd."""
-    return _wait(hvd.allgather_async(x.contiguous(), name=name, process_set=process_set))
+    return _wait(hvd.allgather_async(x.contiguous(), name=name, process_set=process_set), name)
 
 
 def gather_objects(value: Any, name: str) -> list[Any]:
     """One picklable object of each worker, by rank."""
-    return hvd.allgather_object(value, name=name)
+    with watchdog.waiting(name):
+        return hvd.allgather_object(value, name=name)
 
 
 def from_rank_0(value: Any, name: str) -> Any:
     """Rank 0's picklable object, on all workers: how a decision is taken once."""
-    return hvd.broadcast_object(value, root_rank=0, name=name)
+    with watchdog.waiting(name):
+        return hvd.broadcast_object(value, root_rank=0, name=name)
 
 
 # --- State ----------------------------------------------------------------------------------------------------------
@@ -175,7 +179,8 @@ def share_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     if hvd.rank() != 0:
         optimizer.load_state_dict(state)
     tensors = {name: _flat(t) for name, t in model.state_dict().items() if t.numel()}
-    hvd.broadcast_parameters(tensors, root_rank=0)
+    with watchdog.waiting("parameters"):
+        hvd.broadcast_parameters(tensors, root_rank=0)
     check_equal_state(model, optimizer)
 
 
@@ -266,7 +271,7 @@ class GradientSum:
             if index not in self.handles:
                 self._send(index)
         for index in sorted(self.handles):
-            _wait(self.handles[index])
+            _wait(self.handles[index], f"gradients.{index}")
         self.handles.clear()
 
     def close(self) -> None:
@@ -309,7 +314,8 @@ def _split_by_bytes(parameters: list[torch.nn.Parameter], groups: int) -> list[l
 
 def barrier(name: str) -> None:
     """Wait until all workers are here."""
-    hvd.allreduce(torch.zeros(1), name=f"barrier.{name}", op=hvd.Sum)
+    with watchdog.waiting(f"barrier.{name}"):
+        hvd.allreduce(torch.zeros(1), name=f"barrier.{name}", op=hvd.Sum)
 
 
 class Vote:
@@ -331,12 +337,12 @@ class Vote:
         self._casts += 1
         handle = hvd.allreduce_async(torch.tensor([value], dtype=torch.int32), name=name, op=self._op)
         before, self._pending = self._pending, handle
-        return 0 if before is None else int(_wait(before))
+        return 0 if before is None else int(_wait(before, "vote"))
 
     def close(self) -> None:
         """Take in the last outcome, so that nothing is pending."""
         if self._pending is not None:
-            _wait(self._pending)
+            _wait(self._pending, "vote")
             self._pending = None
 
 

@@ -28,15 +28,22 @@ def run(args: list[str]) -> int:
     micro.add_argument("--batch", type=int, default=128)
     micro.add_argument("--counts", type=_numbers, default=[1, 2, 4, 8], metavar="k,k,...")
     micro.add_argument("--device", default="cpu")
+    resilience = verbs.add_parser("resilience", help="what checkpoints, journal, watchdog and the like take of a step")
+    resilience.add_argument("-np", type=int, default=1, metavar="N", help="workers (1)")
+    resilience.add_argument("--steps", type=int, default=40, metavar="N", help="training steps that are timed (40)")
+    resilience.add_argument("words", nargs="*", metavar="key.path=value", help="of configs/fashion_mnist.yaml")
     options = parser.parse_args(args)
-    return {"autocast": _autocast, "combine": _combine, "micro-batches": _micro_batches}[options.what](options, args)
+    if "HOROVOD_RANK" not in os.environ and getattr(options, "np", 1) > 1:
+        return _with_workers(options.np, args)
+    kinds = {"autocast": _autocast, "combine": _combine, "micro-batches": _micro_batches, "resilience": _resilience}
+    return kinds[options.what](options)
 
 
 def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _autocast(options: argparse.Namespace, args: list[str]) -> int:
+def _autocast(options: argparse.Namespace) -> int:
     import torch
 
     from pipeline.bench_autocast import measure_autocast
@@ -53,12 +60,14 @@ def _autocast(options: argparse.Namespace, args: list[str]) -> int:
     return 0
 
 
-def _combine(options: argparse.Namespace, args: list[str]) -> int:
-    if "HOROVOD_RANK" not in os.environ and options.np > 1:
-        horovodrun = str(Path(sys.executable).parent / "horovodrun")
-        command = [horovodrun, "-np", str(options.np), sys.executable, "-m", "pipeline", "bench", *args]
-        ours = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        return run_plainly(command, os.environ | ours)
+def _with_workers(count: int, args: list[str]) -> int:
+    horovodrun = str(Path(sys.executable).parent / "horovodrun")
+    command = [horovodrun, "-np", str(count), sys.executable, "-m", "pipeline", "bench", *args]
+    ours = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return run_plainly(command, os.environ | ours)
+
+
+def _combine(options: argparse.Namespace) -> int:
     from pipeline import bench_combine
 
     rows = bench_combine.measure(options.dims, options.batches)
@@ -71,10 +80,19 @@ def _combine(options: argparse.Namespace, args: list[str]) -> int:
     return 0
 
 
-def _micro_batches(options: argparse.Namespace, args: list[str]) -> int:
+def _micro_batches(options: argparse.Namespace) -> int:
     from pipeline.bench_micro_batches import measure
 
     print("| micro_batches | held, MiB | seconds a step |\n|---|---|---|")
     for row in measure(options.backbone, options.size, options.batch, options.counts, options.device):
         print(f"| {row.micro_batches} | {row.held / 2**20:,.0f} | {row.seconds:.2f} |", flush=True)
+    return 0
+
+
+def _resilience(options: argparse.Namespace) -> int:
+    from pipeline.bench_resilience import measure, table
+
+    cost = measure(options.words, options.steps)
+    if os.environ.get("HOROVOD_RANK", "0") == "0":
+        print(table(cost), flush=True)
     return 0

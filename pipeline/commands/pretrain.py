@@ -19,7 +19,7 @@ def parse(args: list[str]) -> argparse.Namespace:
 
 def run(args: list[str]) -> int:
     """Join the job and train; returns the exit code."""
-    from pipeline import elastic, failures, pretraining, stopping, workers
+    from pipeline import elastic, failures, pretraining, stopping, watchdog, workers
 
     options = parse(args)
     wishes = stopping.Wishes()
@@ -31,15 +31,18 @@ def run(args: list[str]) -> int:
         with nullcontext() if alone else workers.together():
             settings = config.load(options.config, options.overrides)
         failures.record_in(settings.output_path)
+        watchdog.start(world.rank, settings.train.watchdog_seconds)
         if alone:
             verdict = elastic.pretrain(settings, wishes)
         else:
-            verdict = pretraining.pretrain(settings, world._replace(hosts=workers.host_names()), wishes)
+            with pretraining.owned(settings.output_path, world):
+                verdict = pretraining.pretrain(settings, world._replace(hosts=workers.host_names()), wishes)
     # A launcher that sees one worker leave with a code sends SIGTERM to the others: leave together, and deaf
     wishes.ignore()
     code = stopping.EXIT_CODES[verdict]
     if workers.last_rank() == 0:
         failures.leave(settings.output_path, code)
     workers.barrier("leave")
+    watchdog.stop()
     workers.stop()
     return code

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import bench_combine
+from pipeline import bench_combine, bench_resilience
 from pipeline.bench_micro_batches import measure
 
 ROOT = Path(__file__).parents[2]
@@ -45,3 +45,13 @@ def test_more_micro_batches_hold_less():
     one, four = measure("convnet4", 48, 96, [1, 4], "cpu")
     assert (one.micro_batches, four.micro_batches) == (1, 4)
     assert 0 < four.held < 0.6 * one.held
+
+
+def test_every_part_of_what_keeps_a_run_safe_is_timed():
+    cost = bench_resilience.measure(["train.global_batch=8", "device=cpu", "model.projector=[16]"], steps=3)
+    names = " ".join(row.what for row in cost.rows)
+    assert all(word in names for word in ("hash", "copy", "written", "journal", "watchdog", "guard", "vote", "lease"))
+    assert all(row.seconds > 0 and row.every_steps >= 1 for row in cost.rows) and cost.step_seconds > 0
+    assert cost.share == pytest.approx(sum(row.seconds / row.every_steps for row in cost.rows) / cost.step_seconds)
+    *_, last = bench_resilience.table(cost).splitlines()
+    assert last.startswith("| all |") and last.endswith(f"| {100 * cost.share:.3f} % |")

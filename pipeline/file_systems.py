@@ -1,0 +1,25 @@
+"""What kind of file system a folder is on."""
+
+import re
+from pathlib import Path
+
+# SQLite's locks do not hold between hosts on these, and its file may be damaged.
+NETWORK = frozenset("nfs nfs4 cifs smb3 smbfs lustre ceph glusterfs beegfs gpfs afs 9p orangefs".split())
+
+
+def network_file_system(path: Path, mounts: str | None = None) -> str | None:
+    """The type (`nfs4`, ...) if the existing `path` is on a network file system, else None.
+
+    `mounts` is the text of /proc/self/mountinfo, by default this process's.
+    """
+    text = mounts if mounts is not None else Path("/proc/self/mountinfo").read_text()
+    best, kind = "", ""
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
+        if path.resolve().is_relative_to(point) and len(point) >= len(
+            best
+        ):  # of equal ones the later hides the earlier
+            best, kind = point, after.split()[0]
+    # FUSE file systems say what they are behind a dot: fuse.sshfs, fuse.glusterfs
+    return kind if kind in NETWORK or kind.startswith("fuse.") else None

@@ -1,0 +1,168 @@
+"""What happens when a loss or gradient is not finite: the step changes nothing, is written down, and ends the run if
+the policy says so. All workers hold the same sums, hence the same flags: they agree without a word.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dali.loader import Batch
+from dali.order import step_indices
+from dali.sources import Source
+from pipeline import workers
+from pipeline.config import Config
+from pipeline.journal import number
+from pipeline.loss import Terms
+from pipeline.model import BarlowTwins
+
+FOLDER = "non_finite"
+IN_A_ROW = 10  # steps, where train.non_finite_in_a_row is null
+MOST_FILES = 100  # a run may leave out a step now and then for weeks
+LARGEST = 5  # samples to look at when none is at fault by itself
+
+
+class Buffers:
+    """Running statistics, to be put back after a step that changes nothing: a NaN would stay in them for good."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        self._groups = list(by_type.values())
+        self._kept: list[Tensor] = []
+
+    def keep(self) -> None:
+        self._kept = [torch.cat([buffer.flatten() for buffer in group]) for group in self._groups]
+
+    def restore(self, where: Tensor) -> None:
+        """Put back what was kept if `where`, a scalar on the device, is not 0; the host does not learn which."""
+        for group, kept in zip(self._groups, self._kept, strict=True):
+            now = torch.cat([buffer.flatten() for buffer in group])
+            chosen = torch.where(where > 0, kept, now).split([buffer.numel() for buffer in group])
+            torch._foreach_copy_(group, [part.view_as(b) for part, b in zip(chosen, group, strict=True)])
+        self._kept = []
+
+
+class Step(NamedTuple):
+    """A step whose flag is on its way from the device."""
+
+    step: int  # completed updates after it
+    batch: Batch
+    values: Tensor  # [flag, loss, on_diag, off_diag], on the CPU once `ready`
+    ready: torch.cuda.Event | None
+
+
+class Guard:
+    """Reads each step's flag one step later, when the device has long got to it, so that no step waits.
+
+    Attributes:
+        skipped: steps left out so far.
+    """
+
+    def __init__(self, config: Config, source: Source, model: BarlowTwins, rank: int, autocast: Any) -> None:
+        train = config.train
+        self.limit = 1 if train.on_non_finite == "stop" else train.non_finite_in_a_row or IN_A_ROW
+        self.skipped = 0
+        self._in_a_row = 0
+        self._config, self._source, self._model, self._rank, self._autocast = config, source, model, rank, autocast
+        self._last: Step | None = None
+
+    def after_step(self, step: int, batch: Batch, terms: Terms, flag: Tensor) -> None:
+        """Take in a step's flag (1: it was left out), and judge the step before.
+
+        Raises:
+            RuntimeError: by all workers alike, if too many in a row were left out.
+        """
+        on_device = torch.stack([flag.to(torch.float64), *(term.to(torch.float64) for term in terms)])
+        ready = None
+        if on_device.is_cuda:
+            values = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            values.copy_(on_device, non_blocking=True)
+            ready = torch.cuda.current_stream(on_device.device).record_event()
+        else:
+            values = on_device
+        before, self._last = self._last, Step(step, batch, values, ready)
+        if before is not None:
+            self._judge(before)
+
+    def close(self) -> None:
+        """Judge the last step.
+
+        Raises:
+            RuntimeError: as `after_step`.
+        """
+        before, self._last = self._last, None
+        if before is not None:
+            self._judge(before)
+
+    def _judge(self, done: Step) -> None:
+        if done.ready is not None:
+            done.ready.synchronize()
+        flag, *terms = done.values.tolist()
+        if not flag:
+            self._in_a_row = 0
+            return
+        self.skipped += 1
+        self._in_a_row += 1
+        if self.skipped > MOST_FILES and self._in_a_row < self.limit:
+            return
+        named = dict(zip(Terms._fields, terms, strict=True))
+        what = f"the loss of step {done.step} is {named['loss']}"
+        if math.isfinite(named["loss"]):
+            what = f"the loss of step {done.step} is finite ({named['loss']:g}), its gradient is not"
+        note = self._config.output_path / FOLDER / f"step_{done.step}.json"
+        rows = self._look(done)
+        if self._rank == 0:
+            print(f"warning: {what}; the update was left out, see {note}", flush=True)
+            self._write(note, done.step, named, rows)
+        if self._in_a_row >= self.limit:
+            raise RuntimeError(
+                f"{what}, the {self._in_a_row}. in a row: train.on_non_finite ends the run; see {note}; "
+                "the last checkpoint was saved before"
+            )
+
+    def _look(self, done: Step) -> list[dict[str, Any]]:
+        """This worker's samples one by one, without batch statistics, which would spread one's fault over all; then
+        those at fault of all workers, or the few with the largest features. The weights are of a step later.
+        """
+        rows: list[dict[str, Any]] = []
+        model = self._model
+        was_training = model.training
+        model.eval()
+        with torch.no_grad(), self._autocast():
+            for view, images in enumerate(done.batch[:2]):
+                if not len(images):
+                    continue
+                pixels = images.flatten(1).isfinite().all(1).tolist()
+                parts = images.split(self._config.knn.batch)
+                sizes = torch.cat([model.backbone(part).float().norm(dim=1) for part in parts]).tolist()
+                for index, whole, size in zip(done.batch.indices.tolist(), pixels, sizes, strict=True):
+                    fault = None if whole and math.isfinite(size) else "features" if whole else "pixels"
+                    name = self._source.name(index)
+                    rows.append({"index": index, "name": name, "view": view + 1, "not_finite": fault, "norm": size})
+        model.train(was_training)
+        everyone = [row for part in workers.gather_objects(rows, "non_finite") for row in part]
+        at_fault = [row for row in everyone if row["not_finite"]]
+        return at_fault or sorted(everyone, key=lambda row: -row["norm"])[:LARGEST]
+
+    def _write(self, note: Path, step: int, terms: dict[str, float], rows: list[dict[str, Any]]) -> None:
+        config = self._config
+        indices = step_indices(config.seed, step - 1, len(self._source), config.train.global_batch)
+        text = {
+            "step": step,
+            "terms": {key: number(value) for key, value in terms.items()},
+            "samples": [row | {"norm": number(row["norm"])} for row in rows],
+            "global_batch": indices.tolist(),
+        }
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            temporary = note.with_suffix(".tmp")
+            temporary.write_text(json.dumps(text, indent=1, allow_nan=False) + "\n")
+            os.replace(temporary, note)
+        except OSError as error:
+            print(f"warning: {note} could not be written ({error.strerror})", flush=True)

@@ -1,0 +1,63 @@
+"""Stalls and kills: the job ends, says why, and the next one finds an honest folder."""
+
+import json
+import os
+import signal
+import sqlite3
+import sys
+import time
+from pathlib import Path
+
+from pipeline import launching
+from tests.e2e.test_stopping import COMMON, ROOT, SHORT, digits, launch, no_worker_is_left, statuses  # noqa: F401
+
+
+def test_a_stalled_rank_ends_the_job_and_is_named(digits, tmp_path, capfd, monkeypatch):  # noqa: F811
+    """Case 5, and 29: a save longer than the limit trips nobody; a rank asleep is named, and the run is FAILED."""
+    output = tmp_path / "out"
+    horovodrun = str(Path(sys.executable).parent / "horovodrun")
+    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", *SHORT]
+    command = [horovodrun, "-np", "2", sys.executable, str(ROOT / "tests/e2e/stalls.py"), "pretrain", *COMMON, *words]
+    command += ["checkpoint.every_steps=2", "train.watchdog_seconds=8", "device=cpu"]
+    monkeypatch.chdir(ROOT)
+    start = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    code = launching.run_filtered(command, environment, output)
+    shown = capfd.readouterr()
+    assert code == 76, shown.out[-2000:] + shown.err[-4000:]
+    assert "saved slowly at step 2" in shown.out and time.monotonic() - start < 150
+    last = shown.err.strip().splitlines()[-1]
+    assert last.startswith("error: rank 1 on ") and "after step 3: phase step (traceback in" in last, last
+    assert "sleepy_step" in json.loads((output / "errors" / "rank1.json").read_text())["traceback"]
+    assert statuses(output) == ["FAILED"] and no_worker_is_left(output)
+    with sqlite3.connect(output / "mlflow.db") as database:
+        tags = dict(database.execute("select key, value from tags where key like 'error%'"))
+    assert tags["error.rank"] == "1" and tags["error"].startswith("no progress for")
+
+
+def test_a_folder_has_one_owner_and_a_killed_run_does_not_stay_running(digits, tmp_path):  # noqa: F811
+    """Cases 14 and 49: a second job is refused, by name; after kill -9 the next start corrects the status."""
+    output = tmp_path / "out"
+    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", "-np", "1", "checkpoint.every_steps=2"]
+    words += [*SHORT[:1], "train.epochs=2000", SHORT[2], "loss.lambd=0.1", "device=cpu"]
+    first = launch(*words)
+    try:
+        for line in first.stdout:
+            if line.startswith("step ") and int(line.split()[1].split("/")[0]) >= 6 and (output / "mlflow.db").exists():
+                if statuses(output) == ["RUNNING"]:
+                    break
+        owner = json.loads((output / ".lease").read_text())
+        second = launch(*words)
+        shown, _ = second.communicate(timeout=200)
+        assert second.returncode == 2 and f"in use by process {owner['pid']} on" in shown.splitlines()[-1], shown
+    finally:
+        os.kill(owner["pid"], signal.SIGKILL)
+        first.communicate(timeout=60)
+    assert statuses(output) == ["RUNNING"]
+    other = launch(*words, "loss.lambd=0.2")
+    shown, _ = other.communicate(timeout=200)
+    assert other.returncode == 2 and "belongs to another run: loss.lambd was 0.1, is 0.2" in shown.splitlines()[-1], (
+        shown
+    )
+    assert f"taken over from process {owner['pid']} on" in shown
+    assert statuses(output) == ["KILLED"] and not (output / ".lease").exists()

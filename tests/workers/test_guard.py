@@ -1,0 +1,107 @@
+"""Case 10: what is not finite on one worker is seen by all, written down, and never saved."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dali.order import step_indices
+from pipeline import pretraining, training
+from tests.workers.test_training import digits, settings  # noqa: F401
+
+SHORT = ("train.stop_after_steps=5", "model.projector=[8]", "tracking.log_every_steps=2")
+
+
+class Spoiled:
+    """A loader in whose batch of one step a sample of the last rank's second view is infinite."""
+
+    def __init__(self, run, step):
+        self.loader, self.run, self.step = training_open_loader(run), run, step
+
+    def __enter__(self):
+        self.loader.__enter__()
+        return self
+
+    def __exit__(self, *args):
+        self.loader.__exit__(*args)
+
+    @property
+    def wait_seconds(self):
+        return self.loader.wait_seconds
+
+    def __iter__(self):
+        for batch in self.loader:
+            if self.run.step == self.step - 1 and self.run.world.rank == self.run.world.size - 1:
+                batch.y2[1, 0, 3, 4] = torch.inf
+            yield batch
+
+
+training_open_loader = training.open_loader
+
+
+def train(run):
+    logged = []
+    training.train(run, lambda *_: None, lambda run, values: logged.append((run.step, values["skipped_steps"])))
+    return logged
+
+
+def test_the_sample_at_fault_is_named_and_the_run_goes_on(world, settings, monkeypatch, capfd):  # noqa: F811
+    run = pretraining.prepare(settings(*SHORT), world)
+    monkeypatch.setattr(training, "open_loader", lambda run: Spoiled(run, 3))
+    logged = train(run)
+    assert run.step == 5
+    assert all(value.isfinite().all() for value in run.model.state_dict().values())
+    if world.rank:
+        assert not logged
+        return
+    assert logged == [(2, 0), (4, 1), (5, 1)]
+    (note,) = (run.config.output_path / "non_finite").iterdir()
+    found = json.loads(note.read_text())
+    whole = step_indices(run.config.seed, 2, len(run.source), 25)
+    assert note.name == "step_3.json" and found["global_batch"] == whole.tolist()
+    first_of_last = np.array_split(whole, world.size)  # slices differ by at most one
+    (sample,) = found["samples"]
+    assert sample["index"] in first_of_last[-1] or sample["index"] in whole[-(25 // world.size + 1) :]
+    assert (sample["not_finite"], sample["view"]) == ("pixels", 2)
+    assert sample["name"] == run.source.name(sample["index"])
+    assert found["terms"]["loss"] == "nan" and found["step"] == 3
+    assert f"warning: the loss of step 3 is nan; the update was left out, see {note}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("on_non_finite=stop", 1), ("non_finite_in_a_row=3", 3)])
+def test_a_run_that_only_leaves_out_ends(world, settings, policy, steps):  # noqa: F811
+    """A scale that overflows makes every loss infinite: no sample is at fault, and the largest are listed."""
+    run = pretraining.prepare(settings(*SHORT, f"train.{policy}", "loss.scale=1e38"), world)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=rf"the loss of step {steps} is inf, the {steps}\. in a row"):
+        train(run)
+    assert run.step == steps + 1  # it is read one step later
+    torch.testing.assert_close(dict(run.model.state_dict()), before, rtol=0, atol=0)
+    if world.rank == 0:
+        notes = sorted((run.config.output_path / "non_finite").iterdir())
+        assert [note.name for note in notes] == [f"step_{step}.json" for step in range(1, steps + 1)]
+        samples = json.loads(notes[0].read_text())["samples"]
+        norms = [sample["norm"] for sample in samples]
+        assert len(samples) == 5 and norms == sorted(norms, reverse=True) and not samples[0]["not_finite"]
+
+
+def test_one_good_step_starts_the_count_again(world, settings, monkeypatch):  # noqa: F811
+    run = pretraining.prepare(settings(*SHORT, "train.non_finite_in_a_row=2"), world)
+    monkeypatch.setattr(training, "open_loader", lambda run: Spoiled(run, 2))
+    train(run)
+    run.step = 0
+    monkeypatch.setattr(training, "open_loader", lambda run: Spoiled(run, 5))  # the last one: judged after the loop
+    logged = train(run)
+    assert run.step == 5 and (world.rank or logged[-1] == (5, 0))
+    assert (run.config.output_path / "non_finite" / "step_5.json").exists() or world.rank
+
+
+def test_weights_that_are_not_finite_are_not_saved(world, settings):  # noqa: F811
+    run = pretraining.prepare(settings(*SHORT), world)
+    name, parameter = list(run.model.named_parameters())[2]
+    with torch.no_grad():
+        parameter.view(-1)[0] = torch.nan
+    duties = pretraining.Duties(None, None, 0, {})
+    with pytest.raises(RuntimeError, match=f"model.{name} is not finite after step 0: no checkpoint of it is written"):
+        duties.save(run)
