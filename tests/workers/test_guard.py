@@ -8,36 +8,23 @@ import torch
 
 from dali.order import step_indices
 from pipeline import pretraining, training
+from pipeline.bad_files import Readable
 from tests.workers.test_training import digits, settings  # noqa: F401
 
 SHORT = ("train.stop_after_steps=5", "model.projector=[8]", "tracking.log_every_steps=2")
 
 
-class Spoiled:
-    """A loader in whose batch of one step a sample of the last rank's second view is infinite."""
+def spoiled(step):
+    """Batches of which that step's has an infinite value: in a sample of the last rank's second view."""
 
-    def __init__(self, run, step):
-        self.loader, self.run, self.step = training_open_loader(run), run, step
-
-    def __enter__(self):
-        self.loader.__enter__()
-        return self
-
-    def __exit__(self, *args):
-        self.loader.__exit__(*args)
-
-    @property
-    def wait_seconds(self):
-        return self.loader.wait_seconds
-
-    def __iter__(self):
-        for batch in self.loader:
-            if self.run.step == self.step - 1 and self.run.world.rank == self.run.world.size - 1:
+    class Spoiled(Readable):
+        def __next__(self):
+            batch = super().__next__()
+            if self._run.step == step - 1 and self._run.world.rank == self._run.world.size - 1:
                 batch.y2[1, 0, 3, 4] = torch.inf
-            yield batch
+            return batch
 
-
-training_open_loader = training.open_loader
+    return Spoiled
 
 
 def train(run):
@@ -48,7 +35,7 @@ def train(run):
 
 def test_the_sample_at_fault_is_named_and_the_run_goes_on(world, settings, monkeypatch, capfd):  # noqa: F811
     run = pretraining.prepare(settings(*SHORT), world)
-    monkeypatch.setattr(training, "open_loader", lambda run: Spoiled(run, 3))
+    monkeypatch.setattr(training, "Readable", spoiled(3))
     logged = train(run)
     assert run.step == 5
     assert all(value.isfinite().all() for value in run.model.state_dict().values())
@@ -88,10 +75,10 @@ def test_a_run_that_only_leaves_out_ends(world, settings, policy, steps):  # noq
 
 def test_one_good_step_starts_the_count_again(world, settings, monkeypatch):  # noqa: F811
     run = pretraining.prepare(settings(*SHORT, "train.non_finite_in_a_row=2"), world)
-    monkeypatch.setattr(training, "open_loader", lambda run: Spoiled(run, 2))
+    monkeypatch.setattr(training, "Readable", spoiled(2))
     train(run)
     run.step = 0
-    monkeypatch.setattr(training, "open_loader", lambda run: Spoiled(run, 5))  # the last one: judged after the loop
+    monkeypatch.setattr(training, "Readable", spoiled(5))  # the last one: judged after the loop
     logged = train(run)
     assert run.step == 5 and (world.rank or logged[-1] == (5, 0))
     assert (run.config.output_path / "non_finite" / "step_5.json").exists() or world.rank
