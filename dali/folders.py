@@ -84,7 +84,7 @@ def list_folder(root: Path, report: Report = silent) -> Listing:
     """The images below a folder: from the list kept of it, if no folder below changed since; else anew.
 
     What the kept list cannot know, a file rewritten in its place with another length, is found when the file is read
-    (see `loader`).
+    (see `running`).
 
     Raises:
         OSError: a folder cannot be read.

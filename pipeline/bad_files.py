@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dali.errors import InputError
-from dali.loader import Batch, TwoViewLoader, describe_bad
+from dali.loader import Batch, TwoViewLoader
 from dali.order import step_indices, substitutes
+from dali.running import describe_bad
 from pipeline import workers
 
 if TYPE_CHECKING:

@@ -20,6 +20,8 @@ def folder(tmp_path):
 CASES = {
     "missing folder": (["data.path={tmp}/nowhere"], "data.path: {tmp}/nowhere is not a folder"),
     "empty folder": (["data.path={tmp}/empty"], "data.path: {tmp}/empty holds no images"),
+    "no exclude list": (["data.exclude={tmp}/none.txt"], "data.exclude: {tmp}/none.txt: No such file"),
+    "unknown kind of file": (["data.path={tmp}/images/a/0.png"], "is not a folder and no file of a known kind"),
     "no data": (["data.path=''"], "data.path: is not set"),
     "fewer images than the batch": (["train.global_batch=8"], "3 images"),
     "unknown backbone": (["model.backbone=resnet51"], "resnet51"),

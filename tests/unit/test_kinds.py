@@ -207,8 +207,24 @@ def test_dalis_own_index_is_read_and_must_belong_to_the_shard(paths, tmp_path, v
     found = open_source(DataSpec(path=str(shard)), "train")
     assert found.digest == expected.digest
     (tmp_path / ".one.tar.index.npz").unlink()
+    right = index.read_text()
+    extension, offset, length, *name = right.split("\n")[1].split(" ")[: 4 if version == "v1.2" else 3]
+    before = " ".join([extension, offset, length, *name])
+    wrong = [
+        right.replace(before, " ".join([extension, offset, str(int(length) - 1), *name]), 1),
+        right.replace(before, " ".join([extension, str(int(offset) + 512), length, *name]), 1),
+        right.replace(before, " ".join(["jpg", offset, length, *name]), 1),
+        right.replace("v1.", "v9.", 1),
+    ]
+    if version == "v1.2":
+        wrong.append(right.replace(name[0], "a/9.png", 1))
+    for text in wrong:
+        index.write_text(text)
+        with pytest.raises(InputError, match=r"one\.idx: is not DALI's index of one\.tar; make it again"):
+            open_source(DataSpec(path=str(shard)), "train")
+    index.write_text(right)
     write_tar(shard, sorted((tmp_path / "tree").glob("*/*.png"))[1:], tmp_path)
-    with pytest.raises(InputError, match=r"one\.idx: is not DALI's index of one\.tar; make it again"):
+    with pytest.raises(InputError, match=r"one\.idx: is not DALI's index"):
         open_source(DataSpec(path=str(shard)), "train")
 
 

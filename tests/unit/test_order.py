@@ -20,6 +20,7 @@ from dali.order import (
     split,
     step_indices,
     steps_per_epoch,
+    substitutes,
     view_params,
     worker_positions,
 )
@@ -182,3 +183,30 @@ def test_params_have_named_columns():
         *("area", "ratio", "top", "left", "flip", "jitter", "brightness", "contrast", "saturation", "hue", "order"),
         *("grey", "blur", "sigma", "solarize"),
     }
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_substitutes_are_the_same_however_much_is_known(trial):
+    """Told step by step, as a run finds out, or all at once, as a resumed one knows: against a plain loop."""
+    rng, samples, batch, epoch = np.random.default_rng(trial), 23, 5, trial % 3
+    whole = epoch_order(7, epoch, samples)
+    bad = set(rng.choice(samples, size=int(rng.integers(1, 9)), replace=False).tolist())
+    spare = [index for index in [*whole[20:], *whole[:20]] if index not in bad]
+    expected = dict(zip([index for index in whole[:20].tolist() if index in bad], spare * 9, strict=False))
+    known: set[int] = set()
+    for step in range(4):
+        part = whole[step * batch : (step + 1) * batch].tolist()
+        known |= bad & set(part)
+        places = np.array([index for index in part if index in bad], np.int64)
+        while True:  # what it gives may be found to be bad in turn
+            found = substitutes(7, epoch, samples, batch, places, np.array(sorted(known), np.int64)).tolist()
+            if not (new := bad & set(found)):
+                break
+            known |= new
+        assert found == [expected[index] for index in places.tolist()]
+        assert found == substitutes(7, epoch, samples, batch, places, np.array(sorted(bad), np.int64)).tolist()
+
+
+def test_where_no_image_is_good_there_is_no_substitute():
+    with pytest.raises(InputError, match="none of the 6 images can be read"):
+        substitutes(0, 0, 6, 3, np.arange(1), np.arange(6))

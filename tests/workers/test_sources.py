@@ -6,8 +6,11 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from dali.errors import InputError
+from dali.sources import FolderSource
 from pipeline import pretraining, workers
 from tests.workers.test_training import digits, settings  # noqa: F401  (fixtures)
 
@@ -47,3 +50,15 @@ def test_every_form_of_the_same_images_trains_alike(world, digits, settings):  #
         losses[form] = [line["metrics"]["loss"] for line in lines if "loss" in line.get("metrics", {})]
     assert len(losses["tree"]) == 4
     assert all(found == losses["tree"] for found in losses.values()), losses
+
+
+def test_a_worker_that_sees_one_file_less_is_named(world, tmp_path):
+    """Case 18: hosts with unlike copies of the data. Each worker has a folder of its own here."""
+    for number in range(4 - (world.rank == world.size - 1)):
+        Image.new("L", (8, 8), number).save(tmp_path / f"{number}.png")
+    source = FolderSource(tmp_path)
+    if world.size == 1:
+        pretraining.check_same_list(source)
+        return
+    with pytest.raises(InputError, match=rf"rank {world.size - 1} lists other images than rank 0 \(3 against 4\)"):
+        pretraining.check_same_list(source)
