@@ -26,7 +26,11 @@ class ModelSection(Section):
         (8192, 8192, 8192), min_length=1, description="Widths of the projector's layers; the last one is D."
     )
     zero_init_residual: bool = Field(False, description="Start each residual branch at zero (ResNets only).")
-    weights: str | None = Field(None, description="File with backbone weights to start from; null: random.")
+    weights: str | None = Field(
+        None,
+        description="File with backbone weights. `none`: random ones; null: random ones to pretrain from, and refused "
+        "where a backbone is judged or handed over.",
+    )
 
 
 class LossSection(Section):

@@ -27,7 +27,7 @@ from pipeline.optim import build_optimizer
 from pipeline.plan import Plan, describe, make_plan
 from pipeline.tracking import Tracker
 from pipeline.training import Outcome, Run
-from pipeline.weights import backbone_state, load_backbone_weights
+from pipeline.weights import RANDOM, backbone_state, load_backbone_weights
 
 # Changing these changes how a run is watched, not what it computes; anything else shapes the run.
 NOT_SHAPING = {"name", "output", "device", "tracking", "checkpoint", "knn"}
@@ -127,8 +127,9 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
         torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
     model = build_model(config.model, config.data.channels, config.views.size, seed=config.seed)
-    if config.model.weights is not None:
-        report = load_backbone_weights(model.backbone, Path(config.model.weights))
+    weights = config.model.weights
+    if weights is not None and weights != RANDOM:
+        report = load_backbone_weights(model.backbone, weights)
         if world.rank == 0:
             print(f"weights: {report}", flush=True)
     sync_bn.convert(model, world.process_set, views=2)
