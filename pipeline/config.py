@@ -129,7 +129,9 @@ class TrackingSection(Section):
         None, description="MLflow server; null: MLFLOW_TRACKING_URI, else a SQLite file in `output`."
     )
     log_every_steps: Count = Field(50, description="Metrics and progress lines every so many steps.")
-    images_every_epochs: Count = Field(10, description="Picture of c every so many epochs.")
+    images_every_epochs: Count = Field(
+        10, description="Pictures of c and of the spectrum, and figures of collapse, every so many epochs."
+    )
     system_metrics: bool = Field(True, description="CPU, memory, disk, network and GPU of rank 0's host.")
     system_metrics_seconds: Positive = Field(10, description="Seconds between two samples of those.")
 

@@ -17,7 +17,7 @@ import torch
 from dali.errors import InputError
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, failures, pictures, progress, stopping, sync_bn, training, workers
+from pipeline import checkpoint, diagnostics, failures, pictures, plots, progress, stopping, sync_bn, training, workers
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.features import knn_accuracy
@@ -258,13 +258,22 @@ class Duties:
             mean, std = run.config.views.mean, run.config.views.std
             self.tracker.image(step - 1, "views", pictures.contact_sheet(batch.y1, batch.y2, mean, std))
         if step % plan.image_steps == 0 or step == plan.stop_step:
-            c = run.loss.correlation(outcome.z1, outcome.z2, run.config.train.global_batch)
-            if self.tracker is not None:
-                self.tracker.image(step, "cross_correlation", pictures.correlation_map(c.cpu().numpy()))
+            self.diagnose(run, outcome)
         if plan.knn_steps is not None and step % plan.knn_steps == 0 and step != plan.stop_step:
             self.judge(run)
         if step % plan.checkpoint_steps == 0 and step != plan.stop_step:
             self.save(run)
+
+    def diagnose(self, run: Run, outcome: Outcome) -> None:
+        """Pictures and figures of how far this step's embeddings are from collapse; the spectrum is of view 1."""
+        c = run.loss.correlation(outcome.z1, outcome.z2, run.config.train.global_batch)
+        z1 = workers.gather(outcome.z1, "diagnostics.z1")
+        if self.tracker is None:
+            return
+        deviations = diagnostics.spectrum(z1)
+        self.tracker.log(run.step, diagnostics.figures(c, deviations))
+        self.tracker.image(run.step, "cross_correlation", pictures.correlation_map(c.cpu().numpy()))
+        self.tracker.image(run.step, "spectrum", plots.spectrum_plot({"z of view 1": deviations.numpy()}))
 
     def save(self, run: Run) -> None:
         """Write a checkpoint on rank 0, once all workers are known to hold the same state."""
