@@ -17,7 +17,7 @@ import torch
 from dali.errors import InputError
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, diagnostics, failures, pictures, plots, progress, stopping, sync_bn, training, workers
+from pipeline import checkpoint, diagnostics, failures, pictures, progress, stopping, sync_bn, training, workers
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.features import knn_accuracy
@@ -267,9 +267,11 @@ class Duties:
     def diagnose(self, run: Run, outcome: Outcome) -> None:
         """Pictures and figures of how far this step's embeddings are from collapse; the spectrum is of view 1."""
         c = run.loss.correlation(outcome.z1, outcome.z2, run.config.train.global_batch)
-        z1 = workers.gather(outcome.z1, "diagnostics.z1")
+        z1 = workers.gather(outcome.z1.float(), "diagnostics.z1")
         if self.tracker is None:
             return
+        from pipeline import plots  # matplotlib, which a worker without a tracker need not wait for
+
         deviations = diagnostics.spectrum(z1)
         self.tracker.log(run.step, diagnostics.figures(c, deviations))
         self.tracker.image(run.step, "cross_correlation", pictures.correlation_map(c.cpu().numpy()))

@@ -97,8 +97,13 @@ def load_backbone_weights(backbone: Backbone, path: str | Path) -> Report:
 
 
 def backbone_state(model: BarlowTwins) -> dict[str, Tensor]:
+    """`backbone_tensors` of the model's backbone."""
+    return backbone_tensors(model.backbone)
+
+
+def backbone_tensors(backbone: Backbone) -> dict[str, Tensor]:
     """Copies of the backbone's tensors on the CPU, under torchvision's keys, in plain memory order."""
-    state = model.backbone.state_dict()
+    state = backbone.state_dict()
     return {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in state.items()}
 
 
