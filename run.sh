@@ -11,6 +11,8 @@ usage() {
   quickstart   pretrain on scikit-learn's handwritten digits, with two workers; a few minutes on a CPU
   pretrain     CONFIG [key.path=value ...] [-np N] [-H a:4,b:4] [--dry-run] [--print]
   check-data   PATH | CONFIG   decode every image, name the bad ones, and write them into a list to exclude
+  features     RUN [key.path=value ...]   embeddings as a file, a map, nearest neighbours, signs of collapse
+  export       RUN [key.path=value ...]   the backbone for other tools: safetensors, ONNX, torch.export, MLflow, ...
   doctor       check every part of the installation
   ui           [OUTPUT] open MLflow on a run's results, on this machine only
   sync-tracking OUTPUT   send what a tracking server missed
@@ -78,7 +80,7 @@ case "$verb" in
     "" | help | -h | --help) usage ;;
     setup) setup ;;
     pretrain) ensure; pipeline launch "$@" ;;
-    quickstart | check-data | doctor | exactness | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
+    quickstart | check-data | features | export | doctor | exactness | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
     lint)
         ensure
         .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy ;;

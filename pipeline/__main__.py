@@ -12,6 +12,8 @@ VERBS = {
     "pretrain": "one worker of a run",
     "quickstart": "pretrain on scikit-learn's handwritten digits",
     "check-data": "decode every image, name the bad ones, and write them into a list to exclude",
+    "features": "embeddings of images as a file, pictures of them, signs of collapse",
+    "export": "hand the backbone over in other tools' formats",
     "doctor": "check every part of the installation",
     "exactness": "how equal runs on 1, 2, 3, 4 workers are",
     "ui": "open MLflow on a run's output folder",

@@ -26,7 +26,11 @@ class ModelSection(Section):
         (8192, 8192, 8192), min_length=1, description="Widths of the projector's layers; the last one is D."
     )
     zero_init_residual: bool = Field(False, description="Start each residual branch at zero (ResNets only).")
-    weights: str | None = Field(None, description="File with backbone weights to start from; null: random.")
+    weights: str | None = Field(
+        None,
+        description="File with backbone weights. `none`: random ones; null: random ones to pretrain from, and refused "
+        "where a backbone is judged or handed over.",
+    )
 
 
 class LossSection(Section):
@@ -143,7 +147,9 @@ class TrackingSection(Section):
         None, description="MLflow server; null: MLFLOW_TRACKING_URI, else a SQLite file in `output`."
     )
     log_every_steps: Count = Field(50, description="Metrics and progress lines every so many steps.")
-    images_every_epochs: Count = Field(10, description="Picture of c every so many epochs.")
+    images_every_epochs: Count = Field(
+        10, description="Pictures of c and of the spectrum, and figures of collapse, every so many epochs."
+    )
     system_metrics: bool = Field(True, description="CPU, memory, disk, network and GPU of rank 0's host.")
     system_metrics_seconds: Positive = Field(10, description="Seconds between two samples of those.")
 

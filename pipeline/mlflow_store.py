@@ -1,6 +1,7 @@
-"""One run in MLflow, as the sender sees it.
+"""One run in MLflow, as the sender sees it; and a backbone as an MLflow model.
 
-The only module that imports mlflow, and only in the sender's thread: the import takes 3 s, a new SQLite store 7 s.
+The only module that imports mlflow, and in training only in the sender's thread: the import takes 3 s, a new SQLite
+store 7 s.
 """
 
 import fcntl
@@ -13,17 +14,24 @@ import tempfile
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image
 
+from dali.errors import InputError
 from pipeline.journal import Record, read
 from pipeline.sender import FileRefused, Point, Refused, without_password
 
+if TYPE_CHECKING:
+    import torch
+
 _LONGEST_VALUE = 500  # characters of a parameter or tag; config.yaml is stored whole
+MODEL_FILE = Path("data/model.pt2")  # the graph in a saved model
 _ENTITIES = 100  # parameters or tags that MLflow takes in a request
 _ENVIRONMENT = {
     # By default one call to a dead server blocks for 247 s. The sender does the repeating; a value of the user's wins.
@@ -51,45 +59,11 @@ class MlflowStore:
     """`pipeline.sender.Store` on MLflow's client. Made and used in the sender's thread."""
 
     def __init__(self, uri: str, output: Path, journal: Path, begin: int) -> None:
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        if uri.startswith("http"):
-            _check_answers(uri)
-        import mlflow
-
-        for name in ("mlflow.store.db.utils", "alembic"):  # a new SQLite store tells of each table
-            logging.getLogger(name).setLevel(logging.WARNING)
         self._output = output
-        with _only_one_creates(uri):
-            self._client = mlflow.MlflowClient(uri)
-            self._experiment = self._experiment_id(next(read(journal, begin)).body["experiment"], uri)
-
-    def _experiment_id(self, name: str, uri: str) -> str:
-        from mlflow.exceptions import MlflowException
-
-        existing = self._client.get_experiment_by_name(name)
-        if existing is None:
-            location = None if uri.startswith(("http", "databricks")) else str(_artifact_folder(uri, self._output))
-            try:
-                return self._client.create_experiment(name, artifact_location=location)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-                existing = self._client.get_experiment_by_name(name)  # another job was quicker
-        assert existing is not None
-        if existing.lifecycle_stage != "active":
-            raise RuntimeError(f"the experiment {name} was deleted; restore it, or set tracking.experiment")
-        return existing.experiment_id
+        self._client, self._experiment = _connect(uri, output, next(read(journal, begin)).body["experiment"])
 
     def is_live(self, run_id: str) -> bool:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return self._client.get_run(run_id).info.lifecycle_stage == "active"
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return False
-            raise
+        return _is_live(self._client, run_id)
 
     def find_run(self, job: str) -> str | None:
         found = self._client.search_runs([self._experiment], f"tags.job = '{job}'", max_results=1)
@@ -187,6 +161,122 @@ class MlflowStore:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST") and self.is_live(run_id):
                 raise Refused(" ".join(str(error).split())[:300]) from None
             raise
+
+
+# --- A backbone as a model ------------------------------------------------------------------------------------------
+
+
+def save_model(
+    model: "torch.nn.Module", folder: Path, images: np.ndarray, features: np.ndarray, facts: Mapping[str, Any]
+) -> None:
+    """Write an MLflow model, a torch.export graph inside, with a signature for any batch and `facts` as metadata.
+
+    Nothing in it is pickled code, and loading it needs torch and MLflow alone.
+
+    Args:
+        folder: must not exist.
+        images, features: an example, (2, C, S, S) and (2, F) float32; a batch of 1 would become the only size.
+    """
+    _set_environment()
+    import mlflow.pytorch
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    def schema(array: np.ndarray) -> Schema:
+        return Schema([TensorSpec(np.dtype(np.float32), (-1, *array.shape[1:]))])
+
+    mlflow.pytorch.save_model(
+        model,
+        str(folder),
+        signature=ModelSignature(inputs=schema(images), outputs=schema(features)),
+        input_example=images,
+        pip_requirements=[f"{name}=={version(name)}" for name in ("torch", "mlflow", "numpy")],
+        metadata=dict(facts),
+        serialization_format="pt2",
+    )
+
+
+def load_model(folder: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """An MLflow model as a function of images, checked against its signature."""
+    _set_environment()
+    import mlflow.pyfunc
+
+    return mlflow.pyfunc.load_model(str(folder)).predict
+
+
+def register_model(folder: Path, name: str, uri: str, output: Path, experiment: str, run_id: str | None) -> int:
+    """Upload an MLflow model to its run, or to a new one if that is gone, and register it; returns the version.
+
+    Raises:
+        InputError: the store does not answer or refuses.
+    """
+    try:
+        client, experiment_id = _connect(uri, output, experiment)
+        if run_id is None or not _is_live(client, run_id):
+            run_id = client.create_run(experiment_id, run_name=f"export of {name}").info.run_id
+            client.set_terminated(run_id)
+        client.log_artifacts(run_id, str(folder), folder.name)
+        try:
+            client.create_registered_model(name)
+        except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
+        return int(client.create_model_version(name, source, run_id).version)
+    except Exception as error:  # each store has its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InputError(f"--register: {without_password(uri)} did not take {name} ({reason})") from None
+
+
+# --- Stores ---------------------------------------------------------------------------------------------------------
+
+
+def _set_environment() -> None:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _connect(uri: str, output: Path, experiment: str) -> tuple[Any, str]:
+    """A client, and the id of the experiment of that name, made if need be."""
+    _set_environment()
+    if uri.startswith("http"):
+        _check_answers(uri)
+    import mlflow
+
+    for name in ("mlflow.store.db.utils", "alembic"):  # a new SQLite store tells of each table
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with _only_one_creates(uri):
+        client = mlflow.MlflowClient(uri)
+        return client, _experiment_id(client, experiment, uri, output)
+
+
+def _experiment_id(client: Any, name: str, uri: str, output: Path) -> str:
+    from mlflow.exceptions import MlflowException
+
+    existing = client.get_experiment_by_name(name)
+    if existing is None:
+        location = None if uri.startswith(("http", "databricks")) else str(_artifact_folder(uri, output))
+        try:
+            return client.create_experiment(name, artifact_location=location)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            existing = client.get_experiment_by_name(name)  # another job was quicker
+    assert existing is not None
+    if existing.lifecycle_stage != "active":
+        raise RuntimeError(f"the experiment {name} was deleted; restore it, or set tracking.experiment")
+    return existing.experiment_id
+
+
+def _is_live(client: Any, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id).info.lifecycle_stage == "active"
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
 
 
 def _artifact_folder(uri: str, output: Path) -> Path:

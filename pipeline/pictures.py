@@ -74,6 +74,40 @@ def correlation_map(c: Any, max_cells: int = 256) -> np.ndarray:
     return np.asarray(sheet)
 
 
+def neighbour_sheet(
+    images: Any, cosines: np.ndarray, same: np.ndarray | None, mean: Sequence[float], std: Sequence[float]
+) -> np.ndarray:
+    """A row a query: the query, then its neighbours with their cosines, framed blue (same class) or red (another).
+
+    Args:
+        images: (Q, 1 + k, C, H, W), normalised by `mean` and `std`, in CPU memory.
+        cosines: (Q, k).
+        same: (Q, k) whether a neighbour has the query's class; None without labels: no frames.
+
+    Returns:
+        (height, width, 3) uint8.
+    """
+    rows, columns = np.shape(images)[:2]
+    pixels = _pixels(np.reshape(images, (rows * columns, *np.shape(images)[2:])), mean, std, rows * columns)
+    height, width = pixels.shape[1:3]
+    step_x, step_y = width + 3 * _GAP, height + 2 * _GAP + _HEADER
+    sheet = Image.new("RGB", (columns * step_x + 2 * _GAP, _HEADER + rows * step_y), _WHITE)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(16)
+    for column, text in ((0, "query"), (1, "nearest first, with their cosines")):
+        draw.text((2 * _GAP + column * step_x, 5), text, fill=_BLACK, font=font)
+    for number, image in enumerate(pixels):
+        row, column = divmod(number, columns)
+        left, top = 2 * _GAP + column * step_x, _HEADER + _GAP + row * step_y
+        if column:
+            if same is not None:
+                colour = tuple(int(part) for part in (_MINUS if same[row, column - 1] else _PLUS))
+                draw.rectangle((left - _GAP, top - _GAP, left + width + _GAP - 1, top + height + _GAP - 1), colour)
+            draw.text((left, top + height + _GAP), f"{cosines[row, column - 1]:.3f}", fill=_BLACK, font=font)
+        sheet.paste(Image.fromarray(image), (left, top))
+    return np.asarray(sheet)
+
+
 def _pixels(views: Any, mean: Sequence[float], std: Sequence[float], rows: int) -> np.ndarray:
     """(N, C, H, W) normalised → (rows, height, width, 3) uint8, enlarged by repeating pixels."""
     images = np.asarray(views[:rows], dtype=np.float32).transpose(0, 2, 3, 1)

@@ -23,6 +23,7 @@ from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
 from pipeline import (
     checkpoint,
+    diagnostics,
     failures,
     lease,
     pictures,
@@ -44,7 +45,7 @@ from pipeline.optim import build_optimizer
 from pipeline.plan import Plan, describe, make_plan
 from pipeline.tracking import Tracker
 from pipeline.training import Outcome, Run
-from pipeline.weights import backbone_state, load_backbone_weights
+from pipeline.weights import RANDOM, backbone_state, load_backbone_weights
 
 # Changing these changes how a run is watched, not what it computes; anything else shapes the run.
 NOT_SHAPING = {"name", "output", "device", "tracking", "checkpoint", "knn"}
@@ -184,8 +185,9 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
         torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
     model = build_model(config.model, config.data.channels, config.views.size, seed=config.seed)
-    if config.model.weights is not None:
-        report = load_backbone_weights(model.backbone, Path(config.model.weights))
+    weights = config.model.weights
+    if weights is not None and weights != RANDOM:
+        report = load_backbone_weights(model.backbone, weights)
         if world.rank == 0:
             print(f"weights: {report}", flush=True)
     sync_bn.convert(model, world.process_set, views=2)
@@ -318,13 +320,24 @@ class Duties:
             mean, std = run.config.views.mean, run.config.views.std
             self.tracker.image(step - 1, "views", pictures.contact_sheet(batch.y1, batch.y2, mean, std))
         if step % plan.image_steps == 0 or step == plan.stop_step:
-            c = run.loss.correlation(outcome.z1, outcome.z2, run.config.train.global_batch)
-            if self.tracker is not None:
-                self.tracker.image(step, "cross_correlation", pictures.correlation_map(c.cpu().numpy()))
+            self.diagnose(run, outcome)
         if plan.knn_steps is not None and step % plan.knn_steps == 0 and step != plan.stop_step:
             self.judge(run)
         if step % plan.checkpoint_steps == 0 and step != plan.stop_step:
             self.save(run)
+
+    def diagnose(self, run: Run, outcome: Outcome) -> None:
+        """Pictures and figures of how far this step's embeddings are from collapse; the spectrum is of view 1."""
+        c = run.loss.correlation(outcome.z1, outcome.z2, run.config.train.global_batch)
+        z1 = workers.gather(outcome.z1.float(), "diagnostics.z1")
+        if self.tracker is None:
+            return
+        from pipeline import plots  # matplotlib, which a worker without a tracker need not wait for
+
+        deviations = diagnostics.spectrum(z1)
+        self.tracker.log(run.step, diagnostics.figures(c, deviations))
+        self.tracker.image(run.step, "cross_correlation", pictures.correlation_map(c.cpu().numpy()))
+        self.tracker.image(run.step, "spectrum", plots.spectrum_plot({"z of view 1": deviations.numpy()}))
 
     @watchdog.phase("checkpoint")
     def save(self, run: Run) -> None:

@@ -57,6 +57,25 @@ def show(plan: Plan, step: int, values: dict[str, float]) -> None:
         print(text, flush=True)
 
 
+class Counter:
+    """Shows how far a pass over `total` images is: a bar on a terminal, else a line every 10 s and at the end."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self.began = self.shown = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self.done += count
+        now, terminal = time.monotonic(), sys.stdout.isatty()
+        if self.done < self.total and now - self.shown < (0.2 if terminal else 10):
+            return
+        self.shown = now
+        rate = self.done / max(now - self.began, 1e-9)
+        left = duration((self.total - self.done) / rate)
+        text = f"{self.what} {self.done:,}/{self.total:,}  {rate:.0f} images/s  ETA {left}"
+        print(bar(self.done, self.total, text) if terminal else text, end="" if terminal else "\n", flush=True)
+
+
 def bar(step: int, total: int, text: str) -> str:
     """`text` behind a bar that overwrites the terminal's line; the last one ends it."""
     filled = round(BAR_WIDTH * step / total)

@@ -1,16 +1,16 @@
 """Backbone weights in, from the files people have, and out, with torchvision's own keys."""
 
-import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dali.errors import InputError
+from pipeline import weight_files
 from pipeline.model import Backbone, BarlowTwins
 
+RANDOM = "none"  # model.weights: random weights, by name
 CONTAINERS = ("model", "state_dict", "model_state_dict", "backbone")
 HEADS = ("fc.", "classifier.", "head.", "heads.", "aux1.", "aux2.", "AuxLogits.")
 
@@ -43,29 +43,32 @@ class Report(NamedTuple):
         return f"{line}; first convolution summed to 1 channel" if self.summed else line
 
 
-class _Ignored:
-    """Stands in for whatever else a training checkpoint holds, such as the reference's `exclude_bias_and_norm`."""
+def load_named(backbone: Backbone, weights: str | None) -> Report | None:
+    """Read what `model.weights` names, to judge a backbone or hand it over; `none` leaves it random, null is refused.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
+    Raises:
+        InputError: nothing is named, or as `load_backbone_weights`.
+    """
+    if weights is None:
+        raise InputError(
+            f"model.weights: is not set; write model.weights=FILE, or model.weights={RANDOM} for random features"
+        )
+    return None if weights == RANDOM else load_backbone_weights(backbone, weights)
 
 
 def load_backbone_weights(backbone: Backbone, path: str | Path) -> Report:
     """Read every tensor of the backbone from a file, in place.
 
     Understood are state dicts with torchvision's keys under any prefix, at the top of the file or in the usual
-    containers: torchvision's files, our checkpoints and `backbone.pth`, the reference's `resnet50.pth` and
-    `checkpoint.pth`, solo-learn's checkpoints, and lightly's, which number the backbone's children. No code from the
-    file is run.
+    containers: torchvision's files, our checkpoints, `backbone.pth` and exports, the reference's `resnet50.pth` and
+    `checkpoint.pth`, solo-learn's checkpoints, and lightly's, which number the backbone's children; in every kind of
+    file that `weight_files.read` knows. No code from the file is run.
 
     Raises:
         InputError: the file is unreadable or holds nothing of this backbone, or a tensor of the backbone is missing,
             has another shape, or is there without a place in this backbone.
     """
-    state = _find_state(_read(path), path)
+    state = _find_state(weight_files.read(path), path)
     wanted = backbone.state_dict()
     prefix, sources = _locate(state, wanted, backbone)
     if not sources:
@@ -94,26 +97,14 @@ def load_backbone_weights(backbone: Backbone, path: str | Path) -> Report:
 
 
 def backbone_state(model: BarlowTwins) -> dict[str, Tensor]:
+    """`backbone_tensors` of the model's backbone."""
+    return backbone_tensors(model.backbone)
+
+
+def backbone_tensors(backbone: Backbone) -> dict[str, Tensor]:
     """Copies of the backbone's tensors on the CPU, under torchvision's keys, in plain memory order."""
-    state = model.backbone.state_dict()
+    state = backbone.state_dict()
     return {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in state.items()}
-
-
-def _read(path: str | Path) -> Any:
-    try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stand_ins: list[Any] = [(type(name, (_Ignored,), {}), name) for name in names]
-        with torch.serialization.safe_globals(stand_ins):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check model.weights") from None
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, AttributeError, TypeError):
-        raise InputError(
-            f"{path}: is damaged or no PyTorch weights file; write it anew with torch.save(model.state_dict(), ...)"
-        ) from None
 
 
 def _find_state(content: Any, path: str | Path) -> dict[str, Tensor]:

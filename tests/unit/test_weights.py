@@ -5,14 +5,17 @@ import collections
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from dali.errors import InputError
 from pipeline.config import ModelSection
 from pipeline.model import build_backbone, build_model
-from pipeline.weights import backbone_state, load_backbone_weights
+from pipeline.weight_files import from_detectron2, to_detectron2
+from pipeline.weights import backbone_state, load_backbone_weights, load_named
 
 
 def fresh(seed: int, name: str = "squeezenet1_1", **options):
@@ -102,6 +105,54 @@ def test_a_full_resnet50_of_the_reference_is_read(tmp_path):
     assert torch.equal(backbone.layer4[2].conv3.weight, source["layer4.2.conv3.weight"])
 
 
+def test_safetensors_are_read_under_any_prefix(source, tmp_path):
+    save_file(under("backbone.", source) | HEAD, tmp_path / "weights.safetensors")
+    backbone = fresh(2, "convnet4")
+    report = load_backbone_weights(backbone, tmp_path / "weights.safetensors")
+    assert all(torch.equal(tensor, source[key]) for key, tensor in backbone.state_dict().items())
+    assert (report.prefix, report.matched, len(report.others)) == ("backbone.", 24, 2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("conv1.weight", "stem.conv1.weight"),
+        ("bn1.running_var", "stem.conv1.norm.running_var"),
+        ("layer1.0.conv3.weight", "res2.0.conv3.weight"),
+        ("layer4.2.bn2.bias", "res5.2.conv2.norm.bias"),
+        ("layer3.0.downsample.0.weight", "res4.0.shortcut.weight"),
+        ("layer2.0.downsample.1.running_mean", "res3.0.shortcut.norm.running_mean"),
+    ],
+)
+def test_detectron2s_names_go_both_ways(ours, theirs):
+    assert to_detectron2(ours) == theirs
+    assert from_detectron2(theirs) == ours
+    assert from_detectron2(f"backbone.bottom_up.{theirs}") == f"backbone.bottom_up.{ours}"
+
+
+def test_detectron2s_pickles_are_read(tmp_path):
+    source = {key: t for key, t in fresh(1, "resnet50").state_dict().items() if "num_batches" not in key}
+    model = {f"backbone.bottom_up.{to_detectron2(key)}": tensor.numpy() for key, tensor in source.items()}
+    content = {"model": model | {"proposal_generator.x.weight": np.zeros(3)}, "__author__": "somebody"}
+    (tmp_path / "model.pkl").write_bytes(pickle.dumps(content))
+    backbone = fresh(2, "resnet50")
+    report = load_backbone_weights(backbone, tmp_path / "model.pkl")
+    assert (report.prefix, report.matched, len(report.missing)) == ("backbone.bottom_up.", 265, 53)
+    assert all(torch.equal(backbone.state_dict()[key], tensor) for key, tensor in source.items())
+
+
+def test_random_weights_come_by_name_alone(source, tmp_path):
+    backbone = fresh(2, "convnet4")
+    before = {key: tensor.clone() for key, tensor in backbone.state_dict().items()}
+    with pytest.raises(InputError, match="model.weights: is not set; write .*model.weights=none for random features"):
+        load_named(backbone, None)
+    assert load_named(backbone, "none") is None
+    assert all(torch.equal(tensor, before[key]) for key, tensor in backbone.state_dict().items())
+    torch.save(source, tmp_path / "weights.pth")
+    report = load_named(backbone, str(tmp_path / "weights.pth"))
+    assert report is not None and report.matched == 24
+
+
 def test_batch_counters_of_old_files_may_be_absent(source, tmp_path):
     old = {key: tensor for key, tensor in source.items() if not key.endswith("num_batches_tracked")}
     torch.save(old, tmp_path / "old.pth")
@@ -178,6 +229,13 @@ def test_what_is_no_weights_file_is_refused(content, source, tmp_path):
     assert refusal(path, fresh(2)).startswith(expected)
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".onnx", ".pt2", ".pkl"])
+def test_damaged_files_of_other_kinds_are_refused(suffix, tmp_path):
+    path = tmp_path / f"weights{suffix}"
+    path.write_text("weights\n" * 100)
+    assert refusal(path, fresh(2)).startswith(f"is damaged or no {suffix} file of weights (")
+
+
 @pytest.mark.parametrize("kind", ["absent", "folder"])
 def test_what_cannot_be_read_is_refused(kind, tmp_path):
     path = tmp_path if kind == "folder" else tmp_path / "absent.pth"
@@ -189,12 +247,17 @@ class Malicious:
         return os.mkdir, ("malicious-folder",)
 
 
-def test_code_in_the_file_is_not_run(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("suffix", [".pth", ".pkl"])
+def test_code_in_the_file_is_not_run(suffix, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({"model": source, "x": Malicious()}, tmp_path / "weights.pth")
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save({"model": source, "x": Malicious()}, path)
+    else:
+        path.write_bytes(pickle.dumps({"model": {k: t.numpy() for k, t in source.items()}, "x": Malicious()}))
     backbone = fresh(2, "convnet4")
     try:
-        load_backbone_weights(backbone, tmp_path / "weights.pth")
+        load_backbone_weights(backbone, path)
     except InputError:
         pass
     assert not (tmp_path / "malicious-folder").exists()
