@@ -16,6 +16,7 @@ VERBS = {
     "export": "hand the backbone over in other tools' formats",
     "doctor": "check every part of the installation",
     "exactness": "how equal runs on 1, 2, 3, 4 workers are",
+    "faults": "break runs in the ways clusters do, and compare what comes of it",
     "ui": "open MLflow on a run's output folder",
     "sync-tracking": "send what a tracking server missed",
     "gradient": "tables of what ways of spreading the loss over workers do to its gradient",
