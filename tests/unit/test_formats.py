@@ -99,7 +99,7 @@ def test_check_data_names_every_bad_file_with_its_reason(tmp_path, monkeypatch, 
         line = next(line for line in out.splitlines() if f"'a/{name}': " in line)
         assert reason in line, line
     assert f"bad      {len(bad) + 1}\n" in out and "1 other files passed over" in out
-    assert "copies   1: 'b/copy.jpg' = 'a/jpeg.jpg'" in out
+    assert "copies   2: " in out and "'b/copy.jpg' = 'a/jpeg.jpg'" in out and "= 'a/png_called.jpg'" in out
     assert "classes  2: 'a' " in out and "JPEG " in out and f"{zoo.WIDTH} x {zoo.HEIGHT}" in out
     spec = DataSpec(path=str(data), exclude=str(tmp_path / "exclude.txt"))
     source = open_source(spec, "train")

@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ WIDTH, HEIGHT = 48, 32
 ROTATED = 6  # EXIF: the picture is upright after a quarter turn
 
 
+@cache
 def picture() -> Image.Image:
     """The photograph that all of them show."""
     return Image.fromarray(photo("china", WIDTH, HEIGHT))
@@ -24,6 +26,7 @@ def sixteen_bits() -> NDArray[np.uint16]:
     return np.asarray(picture().convert("L")).astype(np.uint16) * 256 + 77
 
 
+@cache
 def good() -> dict[str, tuple[bytes, NDArray[np.uint8]]]:
     """Files by name, each with the RGB pixels it stands for: what PIL shows, upright, without alpha."""
     rgb, grey = picture(), picture().convert("L")
@@ -73,6 +76,7 @@ def good() -> dict[str, tuple[bytes, NDArray[np.uint8]]]:
     return shown
 
 
+@cache
 def bad() -> dict[str, tuple[bytes, str]]:
     """Files by name that cannot be decoded, each with words that its reason holds."""
     jpeg, png = _saved(picture(), "JPEG", quality=95), _saved(picture(), "PNG")
