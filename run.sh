@@ -10,6 +10,9 @@ usage() {
   setup        make .venv with the pinned packages and our build of Horovod
   quickstart   pretrain on scikit-learn's handwritten digits, with two workers; a few minutes on a CPU
   pretrain     CONFIG [key.path=value ...] [-np N] [-H a:4,b:4] [--dry-run] [--print]
+  probe        CONFIG model.weights=FILE|none [--labels 1%|25|FILE] [--cached] [-np N]: linear classifier, frozen backbone
+  finetune     CONFIG model.weights=FILE|none [--labels 1%|25|FILE] [-np N]: backbone and classifier
+  knn          CONFIG model.weights=FILE|none [-np N]: nearest neighbours
   doctor       check every part of the installation
   ui           [OUTPUT] open MLflow on a run's results, on this machine only
   sync-tracking OUTPUT   send what a tracking server missed
@@ -76,7 +79,7 @@ verb=${1:-}
 case "$verb" in
     "" | help | -h | --help) usage ;;
     setup) setup ;;
-    pretrain) ensure; pipeline launch "$@" ;;
+    pretrain | probe | finetune | knn) ensure; pipeline launch --verb "$verb" "$@" ;;
     quickstart | doctor | exactness | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
     lint)
         ensure

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from dali.graphs import Batch as Fed
-from dali.graphs import labelled_eval, two_view
+from dali.graphs import labelled_eval, random_views
 from dali.order import Shard, split, step_indices, steps_per_epoch, view_params, worker_positions
 from dali.sources import Source
 from dali.spec import ViewsSpec
@@ -147,13 +147,15 @@ def _produce(
         made.put(error)
 
 
-class TwoViewLoader(_Loader):
-    """Iterator of this worker's `Batch`es, one a step, from `start_step` until before `stop_step` (None: endless).
+class _TrainLoader(_Loader):
+    """One item a step, of this worker's part of the global batch, from `start_step` until before `stop_step`.
 
-    What comes out is a pure function of (source, views, channels, seed, global_batch, micro_batches, step): slices of
-    the workers laid together are the same bits for any number of workers and threads. The n samples are ordered by
-    micro-batch (see `order.worker_positions`); n may be 0.
+    Without `stop_step` it is endless. What comes out is a pure function of (source, views, channels, seed,
+    global_batch, micro_batches, step): slices of the workers laid together are the same bits for any number of workers
+    and threads. The n samples are ordered by micro-batch (see `order.worker_positions`); n may be 0.
     """
+
+    _views_of_each: int
 
     def __init__(
         self,
@@ -188,20 +190,18 @@ class TwoViewLoader(_Loader):
         if self._local:
             self._start(self._graph, self._batches(start_step))
 
-    def __iter__(self) -> "TwoViewLoader":
-        return self
-
-    def __next__(self) -> Batch:
+    def _next(self) -> tuple[NDArray[np.int64], list[torch.Tensor]]:
+        """The images' indices, and their views."""
         if self._local:
-            indices, (y1, y2) = self._take()
-            return Batch(y1, y2, indices)
+            return self._take()
         if self._stop.is_set() or self._step == self._stop_step:
             raise StopIteration
         self._step += 1
-        return Batch(self._empty(), self._empty(), np.zeros(0, np.int64))
+        return np.zeros(0, np.int64), [self._empty() for _ in range(self._views_of_each)]
 
     def _graph(self, feed: Callable[[], Fed]) -> Any:
-        return two_view(self._source, self._views, self._channels, self._layout, feed, batch=self._local, **self._how)
+        how = {"count": self._views_of_each, "batch": self._local, **self._how}
+        return random_views(self._source, self._views, self._channels, self._layout, feed, **how)
 
     def _batches(self, step: int) -> Iterator[tuple[NDArray[np.int64], Fed]]:
         while step != self._stop_step:
@@ -209,11 +209,38 @@ class TwoViewLoader(_Loader):
             indices = np.concatenate([whole[position] for position in self._positions])
             sizes = self._source.sizes(indices)
             operands: list[Any] = []
-            for view in (0, 1):
+            for view in range(self._views_of_each):
                 params = view_params(self._seed, step // self._epoch_steps, indices, view, self._views, self._channels)
                 operands += view_operands(params, view, self._views, self._channels, sizes).values()
             yield indices, (self._source.feed(indices), *operands)
             step += 1
+
+
+class TwoViewLoader(_TrainLoader):
+    """Iterator of `Batch`es, for pretraining."""
+
+    _views_of_each = 2
+
+    def __iter__(self) -> "TwoViewLoader":
+        return self
+
+    def __next__(self) -> Batch:
+        indices, (y1, y2) = self._next()
+        return Batch(y1, y2, indices)
+
+
+class LabelledLoader(_TrainLoader):
+    """Iterator of `LabelledBatch`es, for supervised training: the first view of each image, which has a label."""
+
+    _views_of_each = 1
+
+    def __iter__(self) -> "LabelledLoader":
+        return self
+
+    def __next__(self) -> LabelledBatch:
+        indices, (images,) = self._next()
+        assert self._source.labels is not None, "a source without labels"
+        return LabelledBatch(images, torch.from_numpy(self._source.labels[indices]).to(self._device), indices)
 
 
 class EvalLoader(_Loader):

@@ -26,7 +26,11 @@ class ModelSection(Section):
         (8192, 8192, 8192), min_length=1, description="Widths of the projector's layers; the last one is D."
     )
     zero_init_residual: bool = Field(False, description="Start each residual branch at zero (ResNets only).")
-    weights: str | None = Field(None, description="File with backbone weights to start from; null: random.")
+    weights: str | None = Field(
+        None,
+        description="File with backbone weights to start from; null or `none`: random. `probe`, `finetune` and `knn` "
+        "want it said: a file, or `none` for random features.",
+    )
 
 
 class LossSection(Section):
@@ -116,7 +120,68 @@ class KnnSection(Section):
     at_start: bool = Field(False, description="Also before the first step: what random features give.")
     every_epochs: Count | None = Field(None, description="Also during training, every so many epochs.")
     bank_size: Count | None = Field(None, description="Training images in the bank; null: all of them.")
+    linear_probe: bool = Field(
+        False, description="Also a linear probe on the same features (`probe.cached` and its keys), during training."
+    )
     batch: Count = Field(256, description="Images a worker embeds at once.")
+
+
+class ClassifierSection(Section):
+    """What `probe` and `finetune` have in common."""
+
+    labels: str = Field(
+        "100%",
+        description="Labels to train on: a share of each class (`1%`), a number per class (`25`), or a file that "
+        "lists images, one a line.",
+    )
+    epochs: Positive = Field(100, description="Length of the training, and of the cosine, which a new epoch moves on.")
+    batch: Count = Field(256, description="Samples in a step, over all workers together.")
+    lr_classifier: NotNegative = Field(0.3, description="Learning rate of the classification layer, as given.")
+    momentum: BelowOne = Field(0.9, description="Of SGD.")
+    weight_decay: NotNegative = Field(1e-6, description="Decay of all that is trained, biases included.")
+    crop_area: tuple[Positive, Positive] | None = Field(
+        None, description="Share of the image's area a training crop takes; null: `views.crop_area`."
+    )
+    evaluate_every_epochs: Count = Field(1, description="Count the test images every so many epochs.")
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _number_per_class(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) else value  # YAML reads a bare 25 as a number
+
+    @field_validator("crop_area")
+    @classmethod
+    def _range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] <= value[1] <= 1:
+            raise ValueError(
+                f"crop_area: {value[0]} .. {value[1]} is no range of shares; write [smaller, larger], to 1"
+            )
+        return value
+
+
+class ProbeSection(ClassifierSection):
+    """`probe`: a linear classifier on the frozen backbone. Defaults: the reference's evaluate.py."""
+
+    cached: bool = Field(
+        False, description="Embed every image once, without crop and flip, and train on the features; takes seconds."
+    )
+    cached_rates: tuple[Positive, ...] = Field(
+        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
+        min_length=1,
+        description="cached: learning rates trained at once, on features of mean 0 and deviation 1.",
+    )
+    held_out: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="cached: share of the training labels by which the rate is chosen. Never the test images."
+    )
+
+
+class FinetuneSection(ClassifierSection):
+    """`finetune`: backbone and classifier. Defaults: the reference's semi-supervised command (its README)."""
+
+    epochs: Positive = Field(20, description="Length of the training, and of the cosine, which a new epoch moves on.")
+    lr_backbone: NotNegative = Field(0.002, description="Learning rate of the backbone, as given.")
+    lr_classifier: NotNegative = Field(0.5, description="Learning rate of the classification layer, as given.")
+    weight_decay: NotNegative = Field(0.0, description="Decay of all that is trained, biases included.")
 
 
 class TrackingSection(Section):
@@ -147,6 +212,8 @@ class Config(Section):
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     knn: KnnSection = KnnSection()
+    probe: ProbeSection = ProbeSection()
+    finetune: FinetuneSection = FinetuneSection()
     tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")

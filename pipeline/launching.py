@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dali.errors import InputError
-from pipeline import failures
-from pipeline.config import Config, dump, load
+from pipeline import failures, jobs
+from pipeline.config import Config, dump
 from pipeline.cores import threads_per_worker
 from pipeline.progress import bar
 from pipeline.stopping import SIGNALS
@@ -28,7 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="./run.sh pretrain", description="Pretrain with one or several workers.")
+    """The words of ./run.sh VERB, which passes `--verb VERB` first; options of a verb become config keys."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--verb", choices=jobs.VERBS, default="pretrain")
+    verb = first.parse_known_args(args[:2])[0].verb
+    parser = argparse.ArgumentParser(prog=f"./run.sh {verb}", description=jobs.DESCRIPTIONS[verb])
+    parser.add_argument("--verb", default=verb, help=argparse.SUPPRESS)
+    if verb in ("probe", "finetune"):
+        parser.add_argument("--labels", metavar="1%|25|FILE", help="share of each class, number per class, or a list")
+    if verb == "probe":
+        parser.add_argument("--cached", action="store_true", help="embed each image once; several rates in seconds")
     parser.add_argument("words", nargs="*", metavar="CONFIG | key.path=value", help="YAML file, then single keys")
     parser.add_argument("-np", type=int, metavar="N", help="workers; default: one a GPU, or one on the CPU")
     parser.add_argument("-H", "--hosts", metavar="a:4,b:4", help="hosts with their slots; default: this machine")
@@ -42,6 +51,10 @@ def parse(args: list[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(args)
     options.config = next((word for word in options.words if "=" not in word), None)
     options.overrides = [word for word in options.words if word != options.config]
+    if getattr(options, "labels", None) is not None:
+        options.overrides.append(f"{verb}.labels={options.labels}")
+    if getattr(options, "cached", False):
+        options.overrides.append("probe.cached=true")
     stray = [word for word in options.overrides if "=" not in word]
     if stray:
         raise InputError(f"{stray[0]}: a second config file; give one, and single keys as key.path=value")
@@ -91,10 +104,10 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
         wanted = options.np if options.np is not None else max(1, gpus)
     if wanted < 1:
         raise InputError(f"-np {wanted}: at least one worker is needed")
-    if wanted > config.train.global_batch:
+    batch = jobs.batch_of(options.verb, config)
+    if batch is not None and wanted > batch.size:
         raise InputError(
-            f"train.global_batch: {config.train.global_batch} is fewer than the {wanted} workers; "
-            "each needs at least one sample"
+            f"{batch.key}: {batch.size} is fewer than the {wanted} workers; each needs at least one sample"
         )
     if here:
         choose_device(config.device, wanted - 1, wanted)
@@ -112,27 +125,26 @@ def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
 
 
 def worker_words(options: argparse.Namespace) -> list[str]:
-    return ["pretrain", *([options.config] if options.config else []), *options.overrides]
+    return [options.verb, *([options.config] if options.config else []), *options.overrides]
 
 
 def launch(args: list[str]) -> int:
     """Check, start the workers, wait; returns the exit code of the worker that failed first, or 0."""
     options = parse(args)
-    config = load(options.config, options.overrides)
+    config = jobs.load_for(options.verb, options.config, options.overrides)
     count = workers_wanted(options, config)
     if options.show:
         print(shlex.join(horovodrun(options, count)))
         return 0
-    from pipeline.plan import describe
-    from pipeline.pretraining import check
     from pipeline.workers import choose_device
 
     here = options.hosts is None and options.hostfile is None
-    _, plan = check(config)
+    device = choose_device(config.device, 0, count) if here else config.device
+    threads = config.data.threads or threads_per_worker(count)
+    described = jobs.described(options.verb, config, count, str(device), threads)
     if options.dry_run:
-        device = choose_device(config.device, 0, count) if here else config.device
         print(dump(config))
-        print(describe(config, plan, count, str(device), config.data.threads or threads_per_worker(count)))
+        print(described)
         return 0
     output = config.output_path
     failures.forget(output)

@@ -10,37 +10,27 @@ import uuid
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dali.errors import InputError
 from dali.loader import Batch
 from dali.sources import Source, has_test_split, open_source
-from pipeline import checkpoint, failures, pictures, progress, stopping, sync_bn, training, workers
+from pipeline import checkpoint, failures, online, pictures, progress, stopping, sync_bn, training, workers
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
-from pipeline.features import knn_accuracy
 from pipeline.loss import BarlowTwinsLoss
-from pipeline.model import BarlowTwins, autocast_dtype, build_model
+from pipeline.model import Backbone, BarlowTwins, autocast_dtype, build_model
 from pipeline.optim import build_optimizer
 from pipeline.plan import Plan, describe, make_plan
+from pipeline.resuming import find_state, shaping
 from pipeline.tracking import Tracker
 from pipeline.training import Outcome, Run
 from pipeline.weights import backbone_state, load_backbone_weights
 
-# Changing these changes how a run is watched, not what it computes; anything else shapes the run.
-NOT_SHAPING = {"name", "output", "device", "tracking", "checkpoint", "knn"}
-NOT_SHAPING_KEYS = {
-    "data.path",  # the images themselves are compared, by the digest of their list
-    "data.test_path",
-    "data.kind",
-    "data.threads",
-    "data.prefetch",
-    "train.stop_after_steps",
-    "train.max_minutes",
-    "model.weights",
-}
+RANDOM = "none"  # model.weights: random features, said by name
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def check(config: Config) -> tuple[Source, Plan]:
@@ -121,23 +111,13 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
     Raises:
         InputError: the weights file.
     """
-    threads = config.data.threads or threads_per_worker(world.local_size)
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    threads = set_up_torch(config, world, device)
     model = build_model(config.model, config.data.channels, config.views.size, seed=config.seed)
-    if config.model.weights is not None:
-        report = load_backbone_weights(model.backbone, Path(config.model.weights))
-        if world.rank == 0:
-            print(f"weights: {report}", flush=True)
+    load_weights(model.backbone, config, world.rank)
     sync_bn.convert(model, world.process_set, views=2)
-    memory_format = torch.channels_last if config.precision.channels_last else torch.contiguous_format
-    dtype = getattr(torch, config.precision.dtype)
-    model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
+    model = placed(model, config, device)
     loss = config.loss
-    wanted = "off" if dtype is torch.float64 else config.precision.autocast
-    autocast = autocast_dtype(wanted, config.model.backbone, device.type)
+    autocast = wanted_autocast(config, device)
     return Run(
         config=config,
         plan=plan,
@@ -154,6 +134,39 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
         scaler=torch.amp.GradScaler(device.type, enabled=autocast is torch.float16),
         autocast=autocast,
     )
+
+
+def set_up_torch(config: Config, world: workers.World, device: torch.device) -> int:
+    """Threads, GPU and TF32 of this process; returns the threads, for torch and for DALI."""
+    threads = config.data.threads or threads_per_worker(world.local_size)
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    return threads
+
+
+def load_weights(backbone: Backbone, config: Config, rank: int) -> None:
+    """The weights that `model.weights` names, if any.
+
+    Raises:
+        InputError: as `load_backbone_weights`.
+    """
+    if config.model.weights not in (None, RANDOM):
+        report = load_backbone_weights(backbone, Path(config.model.weights))
+        if rank == 0:
+            print(f"weights: {report}", flush=True)
+
+
+def placed(model: Module, config: Config, device: torch.device) -> Module:
+    """The model on its device, in the type and memory order of `precision`."""
+    memory_format = torch.channels_last if config.precision.channels_last else torch.contiguous_format
+    return model.to(device=device, dtype=getattr(torch, config.precision.dtype)).to(memory_format=memory_format)
+
+
+def wanted_autocast(config: Config, device: torch.device) -> torch.dtype | None:
+    wanted = "off" if config.precision.dtype == "float64" else config.precision.autocast
+    return autocast_dtype(wanted, config.model.backbone, device.type)
 
 
 def sum_gradients(
@@ -180,63 +193,20 @@ def check_same_list(source: Source) -> None:
         )
 
 
-# --- Resume ---------------------------------------------------------------------------------------------------------
-
-
-def shaping(config: Config) -> dict[str, Any]:
-    """The values that shape what a run computes, by dotted key."""
-    flat: dict[str, Any] = {}
-
-    def walk(values: dict[str, Any], prefix: str) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")
-            elif f"{prefix}{key}" not in NOT_SHAPING_KEYS:
-                flat[f"{prefix}{key}"] = value
-
-    walk({k: v for k, v in config.model_dump(mode="json").items() if k not in NOT_SHAPING}, "")
-    return flat
-
-
 def resume(run: Run) -> None:
-    """Continue from the checkpoint that rank 0 chooses, if there is one.
+    """Continue from the checkpoint that `checkpoint.resume` means, if there is one.
 
     Raises:
-        InputError: images or shaping values are not those of the checkpoint, each difference listed; or it is complete.
+        InputError: as `resuming.find_state`.
     """
-    config = run.config
-    chosen = None
-    with workers.together():
-        if run.world.rank == 0:
-            chosen = checkpoint.find(config.output_path, config.checkpoint.resume)
-    chosen = workers.from_rank_0(chosen, "resume.path")
-    if chosen is None:
+    state = find_state(run.config, run.world.rank, shaping(run.config), run.source.digest, run.plan.stop_step)
+    if state is None:
         return
-    with workers.together():
-        state = checkpoint.load(chosen)
-        before = state["facts"]["shaping"] | {"images": state["facts"]["digest"]}
-        now = shaping(config) | {"images": run.source.digest}
-        changed = [
-            f"{key} was {before.get(key)}, is {now.get(key)}"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and key not in config.checkpoint.allow_change
-        ]
-        if changed:
-            raise InputError(
-                f"{chosen}: belongs to another run: {'; '.join(changed)}; write another output, "
-                "or accept with checkpoint.allow_change=[KEY, ...]"
-            )
-        if state["step"] >= run.plan.stop_step:
-            raise InputError(
-                f"output: the run in {config.output_path} is complete (step {state['step']}); write another"
-            )
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.step, run.resumed_run_id = state["step"], state["run_id"]
-    if run.world.rank == 0:
-        print(f"resuming at step {run.step} from {chosen}", flush=True)
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -285,16 +255,15 @@ class Duties:
         self.tracker.sync()
 
     def judge(self, run: Run) -> None:
-        """kNN accuracy now, if there is a labelled test split."""
+        """How good the features are now, if there is a labelled test split."""
         if self.test is None:
             return
-        accuracy = knn_accuracy(
-            run.model.backbone, run.source, self.test, run.config, run.world, run.device, run.threads
-        )
-        self.knn[run.step] = accuracy
+        found = online.judge(run, self.test)
+        self.knn[run.step] = found["knn_accuracy"]
         if self.tracker is not None:
-            self.tracker.log(run.step, {"knn_accuracy": accuracy})
-            print(f"kNN accuracy after step {run.step}: {accuracy:.2f} %", flush=True)
+            self.tracker.log(run.step, found)
+            shown = ", ".join(f"{online.WORDS[key]} {value:.2f} %" for key, value in found.items())
+            print(f"{shown} after step {run.step}", flush=True)
 
 
 def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | None = None) -> int:
@@ -310,7 +279,7 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
             config.output_path,
             resume_run_id=run.resumed_run_id,
             new_run=config.checkpoint.resume == "never",
-            facts=facts(run),
+            facts=facts(run) | {"verb": "pretrain"},
         )
     duties = Duties(tracker, test, run.step, {})
     try:
@@ -321,10 +290,7 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
         if verdict == stopping.GO_ON:
             duties.judge(run)
     except BaseException as error:
-        if tracker is not None:
-            causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
-            message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
-            tracker.end("FAILED", message, rank=rank)
+        mark_failed(tracker, config, error)
         raise
     if tracker is not None:
         reason = stopping.WORDS.get(verdict)
@@ -332,6 +298,14 @@ def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | Non
         _finish(run, duties, tracker, verdict)
     workers.barrier("end")
     return verdict
+
+
+def mark_failed(tracker: Tracker | None, config: Config, error: BaseException) -> None:
+    """Say in the run's record which worker failed first, and of what."""
+    if tracker is not None:
+        causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
+        message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
+        tracker.end("FAILED", message, rank=rank)
 
 
 def open_test(config: Config, source: Source) -> Source | None:
@@ -351,8 +325,11 @@ def open_test(config: Config, source: Source) -> Source | None:
     return test
 
 
-def facts(run: Run) -> dict[str, str]:
-    """What a reader of the experiment wants to know beyond the config."""
+def facts(run: Any) -> dict[str, str]:
+    """What a reader of the experiment wants to know beyond the config.
+
+    `run` has `world`, `device`, `threads`, `source` and `autocast`.
+    """
     names = ("torch", "torchvision", "nvidia-dali-cuda130", "horovod", "mlflow")
     known = {
         "command": " ".join(sys.argv),
@@ -398,6 +375,11 @@ def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
         "output": str(output),
     }
     checkpoint.save_file(output / "backbone.pth", backbone_state(run.model))
+    write_summary(output, summary)
+
+
+def write_summary(output: Path, summary: dict[str, Any]) -> None:
+    """OUTPUT/summary.json, whole or not at all."""
     temporary = output / ".summary.json.tmp"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(temporary, output / "summary.json")

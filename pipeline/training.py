@@ -60,14 +60,21 @@ def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     schedule.set_lr(optimizer, run.step, plan.warmup_steps, plan.total_steps, run.config.schedule.final_factor)
     run.gradients.start()
     terms, z1, z2 = backward(run, y1, y2)
-    run.gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
-    run.scaler.unscale_(optimizer)
-    if not run.scaler.is_enabled():
-        optimizer.found_inf = run.gradients.not_finite(terms.loss)  # type: ignore[attr-defined]
-    run.scaler.step(optimizer)
-    run.scaler.update()
+    update(optimizer, run.gradients, run.scaler, terms.loss)
     run.step += 1
     return Outcome(Terms(*(term.detach() for term in terms)), z1.detach(), z2.detach())
+
+
+def update(
+    optimizer: torch.optim.Optimizer, gradients: workers.GradientSum, scaler: torch.amp.GradScaler, loss: Tensor
+) -> None:
+    """Sum the gradients over the workers and take the step, unless they or the loss, equal on all, are not finite."""
+    gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
+    scaler.unscale_(optimizer)
+    if not scaler.is_enabled():
+        optimizer.found_inf = gradients.not_finite(loss)  # type: ignore[attr-defined]
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def backward(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
@@ -75,7 +82,7 @@ def backward(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     train = run.config.train
     if train.micro_batches > 1:
         return _backward_in_parts(run, y1, y2)
-    with _autocast(run):
+    with autocast(run):
         z1, z2 = _both(run.model, y1, y2)
     terms = run.loss(z1, z2, train.global_batch)
     run.scaler.scale(terms.loss).backward()
@@ -92,16 +99,16 @@ def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     train, backbone = run.config.train, run.model.backbone
     parts = worker_positions(train.global_batch, train.micro_batches, run.world.shard)
     sizes = [part.stop - part.start for part in parts]
-    with torch.no_grad(), _autocast(run), frozen_statistics(backbone):
+    with torch.no_grad(), autocast(run), frozen_statistics(backbone):
         firsts = [_both(backbone, *views) for views in zip(y1.split(sizes), y2.split(sizes), strict=True)]
     features = [torch.cat(view).requires_grad_() for view in zip(*firsts, strict=True)]
-    with _autocast(run):
+    with autocast(run):
         z1, z2 = _both(run.model.projector, *features)
     terms = run.loss(z1, z2, train.global_batch)
     run.scaler.scale(terms.loss).backward()
     gradients = [f.grad.split(sizes) for f in features if f.grad is not None]
     for part1, part2, gradient1, gradient2 in zip(y1.split(sizes), y2.split(sizes), *gradients, strict=True):
-        with _autocast(run):
+        with autocast(run):
             f1, f2 = _both(backbone, part1, part2)
         torch.autograd.backward([f1, f2], [gradient1.to(f1.dtype), gradient2.to(f2.dtype)])
     return Outcome(terms, z1, z2)
@@ -113,10 +120,9 @@ def _both(module: torch.nn.Module, view1: Tensor, view2: Tensor) -> tuple[Tensor
     return out1, out2
 
 
-def _autocast(run: Run) -> Any:
-    if run.autocast is None:
-        return nullcontext()
-    return torch.autocast(run.device.type, dtype=run.autocast)
+def autocast(run: Any) -> Any:
+    """The block in which a run's model is called: its `device` and `autocast` say how."""
+    return nullcontext() if run.autocast is None else torch.autocast(run.device.type, dtype=run.autocast)
 
 
 def open_loader(run: Run) -> TwoViewLoader:
@@ -159,7 +165,7 @@ def train(
             result = train_step(run, batch.y1, batch.y2)
             progress.add(loader.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
-                values = progress.measure(run.step, result.terms, run.optimizer)
+                values = progress.measure(run.step, result.terms._asdict(), run.optimizer)
                 if run.world.rank == 0:
                     log(run, values)
             after_step(run, batch, result)

@@ -1,38 +1,8 @@
 """`pretrain`: one worker of a run. Started by `launch`, by horovodrun, or alone."""
 
-import argparse
-
-from pipeline import config
-
-
-def parse(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pretrain", description="Pretrain a backbone.")
-    parser.add_argument("config", nargs="?", help="YAML file; its keys override configs/base.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override single keys")
-    options = parser.parse_args(args)
-    if options.config and "=" in options.config:
-        options.overrides.insert(0, options.config)
-        options.config = None
-    return options
+from pipeline import jobs
 
 
 def run(args: list[str]) -> int:
-    """Join the job and train; returns the exit code."""
-    from pipeline import failures, pretraining, stopping, workers
-
-    options = parse(args)
-    wishes = stopping.Wishes()
-    world = workers.start()
-    with failures.recorded(world.rank):
-        with workers.together():
-            settings = config.load(options.config, options.overrides)
-        failures.record_in(settings.output_path)
-        verdict = pretraining.pretrain(settings, world, wishes)
-    # A launcher that sees one worker leave with a code sends SIGTERM to the others: leave together, and deaf
-    wishes.ignore()
-    code = stopping.EXIT_CODES[verdict]
-    if world.rank == 0:
-        failures.leave(settings.output_path, code)
-    workers.barrier("leave")
-    workers.stop()
-    return code
+    """Join the job and do this worker's part; returns the exit code."""
+    return jobs.work("pretrain", args)
