@@ -111,6 +111,6 @@ def read_list(file: Path, source: Source, key: str) -> Indices:
     return indices
 
 
-def list_text(source: Source, indices: Indices) -> str:
+def list_text(source: Source) -> str:
     """What `read_list` reads back."""
-    return "".join(f"{source.name(int(index))}\n" for index in indices)
+    return "".join(f"{source.name(index)}\n" for index in range(len(source)))

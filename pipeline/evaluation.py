@@ -163,24 +163,13 @@ def prepare(config: Config, verb: str, world: workers.World) -> Evaluation:
         backbone = build_seeded_backbone(config.model, config.data.channels, config.views.size, config.seed)
         load_weights(backbone, config, world.rank)
     backbone = placed(backbone, config, device)
-    digest = f"{fingerprint(backbone):08x}"
+    digest = f"{zlib.crc32(repr(sorted(workers.fingerprints(backbone).items())).encode()):08x}"
     if len(set(workers.gather_objects(digest, "weights.digest"))) > 1:
         raise InputError(f"model.weights: {config.model.weights} differs between the hosts; give all the same file")
     if world.rank == 0 and isinstance(source, Subset):
-        (config.output_path / LABELS_FILE).write_text(list_text(source, range(len(source))))
+        (config.output_path / LABELS_FILE).write_text(list_text(source))
     autocast = workers.from_rank_0(wanted_autocast(config, device), "autocast")
     return Evaluation(verb, config, world, device, threads, source, test, backbone, autocast, digest)
-
-
-def fingerprint(module: torch.nn.Module) -> int:
-    """A checksum of every parameter and buffer."""
-    check = 0
-    for name, tensor in sorted(module.state_dict().items()):
-        flat = tensor.detach().cpu().contiguous().flatten()
-        check = zlib.crc32(
-            flat.view(torch.uint8).numpy().data if flat.numel() else b"", zlib.crc32(name.encode(), check)
-        )
-    return check
 
 
 def start_tracker(evaluation: Evaluation, resumed_run_id: str | None = None) -> Tracker | None:

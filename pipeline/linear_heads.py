@@ -1,7 +1,7 @@
 """Linear classifiers on features that are there already: all learning rates at once, in seconds.
 
-Each worker keeps the features of its slice of the images, and of each batch takes the samples that lie in it: the batches,
-hence the result up to rounding, are those of one worker, and no worker holds all features.
+Each worker keeps the features of its slice of the images, and of each batch takes the samples that lie in it: the
+batches, hence the result up to rounding, are those of one worker, and no worker holds all features.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def fit_and_judge(
     if len(rates) > 1:
         if len(apart) == 0:
             raise InputError(
-                "probe.held_out: with one label per class there is none to choose a rate by; give probe.cached_rates=[R]"
+                "probe.held_out: one label per class leaves none to choose a rate by; give one, probe.cached_rates=[R]"
             )
         heads = fit(rows, rest, rates, num_classes, section, seed, say)
         accuracy = _accuracy(heads, rows, apart)
@@ -131,18 +131,19 @@ def fit(
     batch = min(section.batch, len(chosen))
     per_epoch = steps_per_epoch(len(chosen), batch)
     steps = max(1, round(section.epochs * per_epoch))
-    x, labels, start = rows
+    x, labels, _ = rows
     w = torch.zeros(x.shape[1], len(rates) * num_classes, device=x.device)
     momentum = torch.zeros_like(w)
     lr = torch.tensor(rates, device=x.device).repeat_interleave(num_classes)
     for epoch in range(-(-steps // per_epoch)):
-        order = chosen[epoch_order(seed, epoch, len(chosen))] - start
+        order = chosen[epoch_order(seed, epoch, len(chosen))]
         factor = lr_factor(epoch * per_epoch, 0, steps, 0.0)
         for step in range(epoch * per_epoch, min(steps, (epoch + 1) * per_epoch)):
-            places = order[(step - epoch * per_epoch) * batch :][:batch]
-            places = torch.from_numpy(places[(places >= 0) & (places < len(x))]).to(x.device)
+            places = _local(order[(step - epoch * per_epoch) * batch :][:batch], rows)
             part = x[places]
-            p = (part @ w).view(-1, len(rates), num_classes).softmax(2)
+            logits = (part @ w).view(-1, len(rates), num_classes)
+            # Probabilities below e^-40 would become subnormal numbers, with which CPUs reckon many times slower
+            p = logits.maximum(logits.amax(2, keepdim=True) - 40).softmax(2)
             p -= one_hot(labels[places], num_classes)[:, None]  # of the cross-entropy: probability less truth
             gradient = workers.sum_(part.T @ p.flatten(1) / batch, "heads.gradient")
             momentum.mul_(section.momentum).add_(gradient).add_(w, alpha=section.weight_decay)
@@ -152,12 +153,16 @@ def fit(
     return w.view(-1, len(rates), num_classes).permute(1, 0, 2)
 
 
+def _local(places: NDArray[np.int64], rows: Rows) -> Tensor:
+    """Those of `places` among all training images that are this worker's, as its own rows."""
+    mine = places - rows.start
+    return torch.from_numpy(mine[(mine >= 0) & (mine < len(rows.x))]).to(rows.x.device)
+
+
 def _accuracy(heads: Tensor, rows: Rows, places: NDArray[np.int64]) -> list[float]:
     """Per cent right of each head on these training images; NaN where its weights are not finite."""
-    x, labels, start = rows
-    mine = places - start
-    mine = torch.from_numpy(mine[(mine >= 0) & (mine < len(x))]).to(x.device)
-    named = torch.einsum("nf,lfk->nlk", x[mine], heads).argmax(2)
-    right = workers.sum_((named == labels[mine, None]).sum(0), "heads.accuracy").tolist()
+    mine = _local(places, rows)
+    named = torch.einsum("nf,lfk->nlk", rows.x[mine], heads).argmax(2)
+    right = workers.sum_((named == rows.labels[mine, None]).sum(0), "heads.accuracy").tolist()
     finite = heads.flatten(1).isfinite().all(1).tolist()
     return [100 * count / len(places) if ok else float("nan") for count, ok in zip(right, finite, strict=True)]

@@ -1,6 +1,6 @@
-"""How good the features are while the backbone is being pretrained: judged on copies, so that training does not notice.
+"""How good the features are while the backbone is being pretrained, without training noticing.
 
-Features come from the backbone in evaluation mode, without a graph: no gradient reaches it, and running statistics stay.
+Features come from the backbone in evaluation mode, without a graph: no gradient reaches it, running statistics stay.
 Orders and splits are drawn from counters, not from a process's generator: no later draw moves.
 """
 

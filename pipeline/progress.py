@@ -49,7 +49,8 @@ def show(plan: Plan, step: int, values: dict[str, float]) -> None:
     terms = f" (on {values['on_diag']:.4g}, off {values['off_diag']:.4g})" if "on_diag" in values else ""
     text = (
         f"step {step}/{plan.stop_step}  epoch {values['epoch']:.2f}  loss {values['loss']:.4g}{terms}  "
-        f"{values['images_per_second']:.0f} images/s  data wait {values['data_wait_percent']:.0f} %  ETA {duration(left)}"
+        f"{values['images_per_second']:.0f} images/s  "
+        f"data wait {values['data_wait_percent']:.0f} %  ETA {duration(left)}"
     )
     if sys.stdout.isatty():
         print(bar(step, plan.stop_step, text), end="", flush=True)
