@@ -243,7 +243,7 @@ class Config(Section):
 
 
 def load(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read base.yaml, then `file`, then `key.path=value` words; the later wins.
+    """Read base.yaml, then `file` (after the one it `extends`), then `key.path=value` words; the later wins.
 
     Raises:
         InputError: naming the key or file, the value and what is allowed.
@@ -251,7 +251,7 @@ def load(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
     values = _read_yaml(SHARED_BY_ALL)
     sources = [str(SHARED_BY_ALL)]
     if file is not None:
-        _merge(values, _read_yaml(Path(file)))
+        _merge(values, _read_with_base(Path(file), ()))
         sources.append(str(file))
     for word in overrides:
         _merge(values, _parse_override(word))
@@ -264,6 +264,22 @@ def load(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
 def dump(config: Config) -> str:
     """The resolved config as YAML that `load` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A file's values, over those of the file that its key `extends` names, relative to itself."""
+    path = path.expanduser()
+    if path.resolve() in above:
+        raise InputError(f"{path}: extends itself, by way of {above[-1].name}; remove one of the two")
+    own = _read_yaml(path)
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    if not isinstance(base, str):
+        raise InputError(f"{path}: extends: {base!r} is not the name of a file")
+    values = _read_with_base(path.parent / base, (*above, path.resolve()))
+    _merge(values, own)
+    return values
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

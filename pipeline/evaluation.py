@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dali.errors import InputError
@@ -100,6 +101,12 @@ def check(config: Config, verb: str) -> tuple[Source, Source]:
             raise InputError(
                 f"{verb}.batch: {section.batch} is more than the {len(source)} labelled images that {key}="
                 f"{section.labels} gives; write {verb}.batch={len(source)} or less"
+            )
+    if verb == "probe" and config.probe.cached and len(config.probe.cached_rates) > 1:
+        assert source.labels is not None
+        if np.bincount(source.labels).max() < 2:
+            raise InputError(
+                "probe.held_out: one label per class leaves none to choose a rate by; give one, probe.cached_rates=[R]"
             )
     with torch.device("meta"):
         build_seeded_backbone(config.model, config.data.channels, config.views.size, config.seed)

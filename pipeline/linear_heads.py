@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dali.errors import InputError
 from dali.order import epoch_order, split, steps_per_epoch
 from dali.subset import stratified
 from pipeline import workers
@@ -67,9 +66,6 @@ def fit_and_judge(
         train, test: this worker's slices, as `features.extract` cuts them.
         labels: of all training images, on every worker.
         say: shows progress, on rank 0.
-
-    Raises:
-        InputError: too few labels to hold some out.
     """
     mean, deviation = _moments(train.x.to(device), len(labels))
     ones = torch.ones(len(train.x), 1, device=device)
@@ -82,10 +78,7 @@ def fit_and_judge(
     accuracy = [float("nan")] * len(rates)
     chosen = 0
     if len(rates) > 1:
-        if len(apart) == 0:
-            raise InputError(
-                "probe.held_out: one label per class leaves none to choose a rate by; give one, probe.cached_rates=[R]"
-            )
+        assert len(apart), "one label per class leaves none to choose a rate by"
         heads = fit(rows, rest, rates, num_classes, section, seed, say)
         accuracy = _accuracy(heads, rows, apart)
         chosen = int(np.nanargmax([-1.0 if np.isnan(value) else value for value in accuracy]))
