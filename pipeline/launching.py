@@ -1,6 +1,7 @@
 """From one command line to workers on one or several hosts: checks first, then horovodrun, whose output is filtered."""
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -52,7 +53,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     options.config = next((word for word in options.words if "=" not in word), None)
     options.overrides = [word for word in options.words if word != options.config]
     if getattr(options, "labels", None) is not None:
-        options.overrides.append(f"{verb}.labels={options.labels}")
+        options.overrides.append(f"{verb}.labels={json.dumps(options.labels)}")  # a file's name may mean more in YAML
     if getattr(options, "cached", False):
         options.overrides.append("probe.cached=true")
     stray = [word for word in options.overrides if "=" not in word]

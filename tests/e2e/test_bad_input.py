@@ -89,10 +89,10 @@ def test_a_mistake_in_an_evaluation_ends_the_same_way(case, folder, capfd):
 
 
 def test_an_evaluation_has_a_name_and_a_folder_of_its_own(folder, capfd):
-    words = [QUICKSTART, f"data.path={folder}/images", "data.test_path={folder}/images", "--labels", "10 per class"]
+    words = [QUICKSTART, f"data.path={folder}/images", f"data.test_path={folder}/images", "--labels", "10 per class"]
     assert main(["launch", "--verb", "finetune", *words, "-np", "4", "--print", "device=cpu"]) == 0
     line = capfd.readouterr().out
-    assert "-m pipeline finetune" in line and "'finetune.labels=10 per class'" in line
+    assert "-m pipeline finetune" in line and 'finetune.labels="10 per class"' in line
     tested = [word.replace("{tmp}", str(folder)) for word in TESTED]
     code = main(["launch", "--verb", "probe", *words[:2], *tested, "probe.batch=2", "--dry-run", "device=cpu"])
     shown = capfd.readouterr().out
