@@ -10,6 +10,9 @@ usage() {
   setup        make .venv with the pinned packages and our build of Horovod
   quickstart   pretrain on scikit-learn's handwritten digits, with two workers; a few minutes on a CPU
   pretrain     CONFIG [key.path=value ...] [-np N] [-H a:4,b:4] [--dry-run] [--print]
+  probe        CONFIG model.weights=FILE|none [--labels 1%|25|FILE] [--cached] [-np N]: linear classifier, frozen backbone
+  finetune     CONFIG model.weights=FILE|none [--labels 1%|25|FILE] [-np N]: backbone and classifier
+  knn          CONFIG model.weights=FILE|none [-np N]: nearest neighbours
   check-data   PATH | CONFIG   decode every image, name the bad ones, and write them into a list to exclude
   features     RUN [key.path=value ...]   embeddings as a file, a map, nearest neighbours, signs of collapse
   export       RUN [key.path=value ...]   the backbone for other tools: safetensors, ONNX, torch.export, MLflow, ...
@@ -80,7 +83,7 @@ verb=${1:-}
 case "$verb" in
     "" | help | -h | --help) usage ;;
     setup) setup ;;
-    pretrain) ensure; pipeline launch "$@" ;;
+    pretrain | probe | finetune | knn) ensure; pipeline launch --verb "$verb" "$@" ;;
     quickstart | check-data | features | export | doctor | exactness | faults | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
     lint)
         ensure

@@ -17,26 +17,23 @@ from dali.views import Node, centre_view, random_view, view_operands
 Batch = tuple[Any, ...]  # one array (n, ...) or list of n arrays for each input of a graph
 
 
-def two_view(
-    source: Source, spec: ViewsSpec, channels: int, layout: str, feed: Callable[[], Batch], **how: Any
+def random_views(
+    source: Source, spec: ViewsSpec, channels: int, layout: str, feed: Callable[[], Batch], count: int, **how: Any
 ) -> Pipeline:
-    """Two random views of each image, and `_decode`'s facts.
+    """The first `count` (1 or 2) random views of each image, and `_decode`'s facts.
 
-    `feed` gives a batch: of `Source.feed`, then both views' `view_operands`, in order; it raises StopIteration at the
+    `feed` gives a batch: of `Source.feed`, then each view's `view_operands`, in order; it raises StopIteration at the
     end. `how` goes to `_pipeline`.
     """
     none = np.zeros(0, np.int64)
     params = np.zeros(0, VIEW_PARAMS)
-    names = [list(view_operands(params, view, spec, channels, source.sizes(none))) for view in (0, 1)]
+    names = [list(view_operands(params, view, spec, channels, source.sizes(none))) for view in range(count)]
 
     def build(images: Node, *fed: Node) -> list[Node]:
-        first, second = fed[: len(names[0])], fed[len(names[0]) :]
-        return [
-            random_view(images, dict(zip(keys, nodes, strict=True)), spec, layout)
-            for keys, nodes in zip(names, (first, second), strict=True)
-        ]
+        nodes = iter(fed)
+        return [random_view(images, {key: next(nodes) for key in keys}, spec, layout) for keys in names]
 
-    return _pipeline(build, feed, 1 + len(names[0]) + len(names[1]), source, channels, **how)
+    return _pipeline(build, feed, 1 + sum(map(len, names)), source, channels, **how)
 
 
 def labelled_eval(

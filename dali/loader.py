@@ -1,14 +1,14 @@
-"""Iterators of batches: for pretraining, for evaluation, and to see whether images decode."""
+"""Iterators of batches: for pretraining, for supervised training, for evaluation, and to see whether images decode."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dali.graphs import Batch as Fed
-from dali.graphs import decoded, labelled_eval, two_view
+from dali.graphs import decoded, labelled_eval, random_views
 from dali.interface import Source
 from dali.order import Shard, split, step_indices, steps_per_epoch, view_params, worker_positions
 from dali.running import Loader, Work
@@ -32,8 +32,11 @@ class LabelledBatch(NamedTuple):
     indices: NDArray[np.int64]
 
 
-class TwoViewLoader(Loader):
-    """Iterator of this worker's `Batch`es, one a step, from `start_step` until before `stop_step` (None: endless).
+Item = TypeVar("Item", Batch, LabelledBatch)
+
+
+class TrainLoader(Loader, Generic[Item]):
+    """Iterator of this worker's batches, one a step, from `start_step` until before `stop_step` (None: endless).
 
     What comes out is a pure function of (source, views, channels, seed, global_batch, micro_batches, step): slices of
     the workers laid together are the same bits for any number of workers and threads. The n samples are ordered by
@@ -68,8 +71,8 @@ class TwoViewLoader(Loader):
             InputError: the source has fewer images than the global batch.
         """
         super().__init__(source, device, threads, prefetch, dtype, channels_last, (channels, views.size))
-        self._views, self._channels, self._seed, self._report_bad = views, channels, seed, report_bad
-        self._global_batch = global_batch
+        self._views, self._channels, self._report_bad = views, channels, report_bad
+        self.seed, self.global_batch = seed, global_batch
         self._epoch_steps = steps_per_epoch(len(source), global_batch)
         self._positions = worker_positions(global_batch, micro_batches, shard)
         self._step, self._stop_step = start_step, stop_step
@@ -77,26 +80,30 @@ class TwoViewLoader(Loader):
         if self._local:
             self._start(self._graph, self._batches(start_step))
 
-    def __iter__(self) -> "TwoViewLoader":
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Item:
         if self._local:
-            indices, (y1, y2) = self._take()
+            indices, views = self._take()
             if self.bad and not self._report_bad:
                 self._refuse(indices)
-            return Batch(y1, y2, indices)
+            return self._item(views, indices)
         if self._stop.is_set() or self._step == self._stop_step:
             raise StopIteration
         self._step += 1
-        return Batch(self._empty(), self._empty(), np.zeros(0, np.int64))
+        return self._item([self._empty() for _ in range(self._num_views)], np.zeros(0, np.int64))
+
+    def _item(self, views: list[torch.Tensor], indices: NDArray[np.int64]) -> Item:
+        raise NotImplementedError
 
     def _graph(self, feed: Callable[[], Fed]) -> Any:
-        return two_view(self._source, self._views, self._channels, self._layout, feed, batch=self._local, **self._how)
+        how = {"count": self._num_views, "batch": self._local, **self._how}
+        return random_views(self._source, self._views, self._channels, self._layout, feed, **how)
 
     def _batches(self, step: int) -> Iterator[Work]:
         while step != self._stop_step:
-            whole = step_indices(self._seed, step, len(self._source), self._global_batch)
+            whole = step_indices(self.seed, step, len(self._source), self.global_batch)
             indices = np.concatenate([whole[position] for position in self._positions])
             yield self._work(indices, indices, step // self._epoch_steps)
             step += 1
@@ -107,32 +114,51 @@ class TwoViewLoader(Loader):
         def feed(rows: NDArray[np.int64]) -> Fed:
             sizes = self._source.sizes(indices[rows])
             operands: list[Any] = []
-            for view in (0, 1):
-                params = view_params(self._seed, epoch, places[rows], view, self._views, self._channels)
+            for view in range(self._num_views):
+                params = view_params(self.seed, epoch, places[rows], view, self._views, self._channels)
                 operands += view_operands(params, view, self._views, self._channels, sizes).values()
             return self._source.feed(indices[rows]), *operands
 
         return Work(indices, feed)
 
-    def replace(self, batch: Batch, others: Mapping[int, int], step: int) -> tuple[Batch, dict[int, str]]:
+    def replace(self, batch: Item, others: Mapping[int, int], step: int) -> tuple[Item, dict[int, str]]:
         """A batch with other images, by index, in some of its rows: views by the draws of those they stand in for.
 
         Returns it with the rows whose new image is bad, too, and why. `batch` is the one of `step`, as it came or as
         this gave it back.
         """
         rows = np.array(list(others), np.int64)
-        whole = step_indices(self._seed, step, len(self._source), self._global_batch)
+        whole = step_indices(self.seed, step, len(self._source), self.global_batch)
         places = np.concatenate([whole[position] for position in self._positions])[rows]
         indices = np.array(list(others.values()), np.int64)
         one = Loader(self._source, str(self._device), **self._again)
+        one._num_views = self._num_views
         one._start(self._graph, iter([self._work(indices, places, step // self._epoch_steps)]))
         with one:
-            _, views = one._take()
-        y1, y2, mixed = batch.y1.clone(), batch.y2.clone(), batch.indices.copy()
-        for y, part in zip((y1, y2), views, strict=True):
-            y[rows] = part
+            _, parts = one._take()
+        views, mixed = [view.clone() for view in batch[: self._num_views]], batch.indices.copy()
+        for view, part in zip(views, parts, strict=True):
+            view[rows] = part
         mixed[rows] = indices
-        return Batch(y1, y2, mixed), {int(rows[place]): reason for place, reason in one.bad.items()}
+        return self._item(views, mixed), {int(rows[place]): reason for place, reason in one.bad.items()}
+
+
+class TwoViewLoader(TrainLoader[Batch]):
+    """For pretraining: two random views of each image."""
+
+    def _item(self, views: list[torch.Tensor], indices: NDArray[np.int64]) -> Batch:
+        y1, y2 = views
+        return Batch(y1, y2, indices)
+
+
+class LabelledLoader(TrainLoader[LabelledBatch]):
+    """For training with labels, which the source has: the first of the two views that `TwoViewLoader` gives."""
+
+    _num_views = 1
+
+    def _item(self, views: list[torch.Tensor], indices: NDArray[np.int64]) -> LabelledBatch:
+        assert self._source.labels is not None, "a source without labels"
+        return LabelledBatch(views[0], torch.from_numpy(self._source.labels[indices]).to(self._device), indices)
 
 
 class EvalLoader(Loader):

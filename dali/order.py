@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from dali.errors import InputError
 from dali.spec import ViewsSpec
 
-# Second word of the generator's key: keeps the two uses of one seed apart.
-_ORDER, _VIEWS = 0, 1
+# Second word of the generator's key: keeps the uses of one seed apart.
+_ORDER, _VIEWS, _SUBSET = 0, 1, 2
 
 JITTER_OPS = ("brightness", "contrast", "saturation", "hue")
 CROP_TRIES = 10
@@ -66,10 +66,19 @@ def steps_per_epoch(num_samples: int, global_batch: int) -> int:
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
     """A permutation of `num_samples` indices, keyed by (seed, epoch); read-only, as it is kept."""
-    bits = np.random.Philox(key=np.array([seed, _ORDER], np.uint64), counter=np.array([0, 0, epoch, 0], np.uint64))
-    order = np.argsort(np.asarray(bits.random_raw(num_samples)), kind="stable").astype(np.int64)
+    order = _permutation(seed, _ORDER, epoch, num_samples)
     order.flags.writeable = False
     return order
+
+
+def subset_order(seed: int, num_samples: int) -> NDArray[np.int64]:
+    """A permutation of `num_samples` indices, keyed by seed, whose first ones are a random part of them."""
+    return _permutation(seed, _SUBSET, 0, num_samples)
+
+
+def _permutation(seed: int, use: int, number: int, num_samples: int) -> NDArray[np.int64]:
+    bits = np.random.Philox(key=np.array([seed, use], np.uint64), counter=np.array([0, 0, number, 0], np.uint64))
+    return np.argsort(np.asarray(bits.random_raw(num_samples)), kind="stable").astype(np.int64)
 
 
 def step_indices(seed: int, step: int, num_samples: int, global_batch: int) -> NDArray[np.int64]:

@@ -8,8 +8,11 @@ from dali.errors import InputError
 from pipeline import stopping
 
 VERBS = {
-    "launch": "pretrain with several workers (what ./run.sh pretrain calls)",
+    "launch": "pretrain, probe, finetune or knn with several workers (what ./run.sh VERB calls)",
     "pretrain": "one worker of a run",
+    "probe": "one worker of a linear classifier on a frozen backbone",
+    "finetune": "one worker of a training with labels",
+    "knn": "one worker of an evaluation by nearest neighbours",
     "quickstart": "pretrain on scikit-learn's handwritten digits",
     "check-data": "decode every image, name the bad ones, and write them into a list to exclude",
     "features": "embeddings of images as a file, pictures of them, signs of collapse",
@@ -23,6 +26,7 @@ VERBS = {
     "bench": "measurements behind choices: autocast, combine, micro-batches, resilience",
     "reference": "write docs/configuration.md from the config sections",
 }
+WORKERS = {"pretrain", "probe", "finetune", "knn"}  # a thread of theirs takes the signals
 
 
 def main(words: list[str]) -> int:
@@ -30,7 +34,7 @@ def main(words: list[str]) -> int:
         print("\n".join(f"  {verb:<14} {text}" for verb, text in VERBS.items()))
         return 0 if not words or words[0] in ("-h", "--help") else 2
     stopping.hear()
-    if words[0] == "pretrain":
+    if words[0] in WORKERS:
         stopping.block()
     command = import_module(f"pipeline.commands.{words[0].replace('-', '_')}")
     try:

@@ -4,32 +4,51 @@ The decision is one for all: name them and end, or train on others in their plac
 workers (see `order.substitutes`).
 """
 
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, Self
 
 import numpy as np
 
 from dali.errors import InputError
-from dali.loader import Batch, TwoViewLoader
+from dali.loader import Item, TrainLoader
 from dali.order import step_indices, substitutes
 from dali.running import describe_bad
+from dali.sources import Source
 from pipeline import workers
+from pipeline.config import Config
+from pipeline.plan import Plan
 
-if TYPE_CHECKING:
-    from pipeline.training import Run
+
+class Job(Protocol):
+    """What this needs to know of a training, and where it keeps what it learns."""
+
+    step: int
+    bad_files: dict[int, str]
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def world(self) -> workers.World: ...
 
 
 class BadFiles(InputError):
     """Raised by all workers after the same step, so that they can still save together."""
 
 
-class Readable:
+class Readable(Generic[Item]):
     """Iterator of the loader's batches, with another image wherever one could not be read.
 
     A batch is taken from the loader, and the workers ask each other whether theirs is whole, while the step before it
     is computed: nobody waits for the answer.
     """
 
-    def __init__(self, run: "Run", loader: TwoViewLoader) -> None:
+    def __init__(self, run: Job, loader: TrainLoader[Item]) -> None:
         self.wait_seconds = 0.0  # spent in the last `next()` waiting for data
         self._run, self._loader = run, loader
         self._vote = workers.Vote("bad_files")
@@ -37,10 +56,10 @@ class Readable:
         self._next = self._look_ahead()
         self._vote.cast(len(self._next[1]))
 
-    def __iter__(self) -> "Readable":
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Item:
         """
         Raises:
             BadFiles: `data.on_bad_file` says so, or there are more than `data.max_bad_files`.
@@ -57,7 +76,7 @@ class Readable:
                 raise
         return batch
 
-    def _look_ahead(self) -> tuple[Batch | None, dict[int, str]]:
+    def _look_ahead(self) -> tuple[Item | None, dict[int, str]]:
         batch = next(self._loader, None)
         self.wait_seconds = self._loader.wait_seconds
         return batch, self._loader.bad if batch is not None else {}
@@ -67,9 +86,9 @@ class Readable:
         self._vote.close()
 
 
-def _agree(run: "Run", loader: TwoViewLoader, batch: Batch, bad: dict[int, str]) -> Batch:
+def _agree(run: Job, loader: TrainLoader[Item], batch: Item, bad: dict[int, str]) -> Item:
     """Tell all workers which images of this step are bad, until all of them have good ones in their places."""
-    seed, samples, global_batch = run.config.seed, len(run.source), run.config.train.global_batch
+    seed, samples, global_batch = loader.seed, len(run.source), loader.global_batch
     epoch, mine = run.step // run.plan.steps_per_epoch, batch.indices
     whole = step_indices(seed, run.step, samples, global_batch)
     while True:
@@ -90,7 +109,7 @@ def _agree(run: "Run", loader: TwoViewLoader, batch: Batch, bad: dict[int, str])
         batch, bad = loader.replace(batch, wanted, run.step) if wanted else (batch, {})
 
 
-def _decide(run: "Run", found: dict[int, str]) -> None:
+def _decide(run: Job, found: dict[int, str]) -> None:
     """Go on without these images, or end; all workers alike."""
     data = run.config.data
     if found and data.on_bad_file == "fail":
@@ -111,5 +130,5 @@ def _decide(run: "Run", found: dict[int, str]) -> None:
             )
 
 
-def _named(run: "Run", bad: dict[int, str]) -> dict[str, str]:
+def _named(run: Job, bad: dict[int, str]) -> dict[str, str]:
     return {run.source.name(index): reason for index, reason in sorted(bad.items())}

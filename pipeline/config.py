@@ -138,7 +138,68 @@ class KnnSection(Section):
     at_start: bool = Field(False, description="Also before the first step: what random features give.")
     every_epochs: Count | None = Field(None, description="Also during training, every so many epochs.")
     bank_size: Count | None = Field(None, description="Training images in the bank; null: all of them.")
+    linear_probe: bool = Field(
+        False, description="Also a linear probe on the same features (`probe.cached` and its keys), during training."
+    )
     batch: Count = Field(256, description="Images a worker embeds at once.")
+
+
+class ClassifierSection(Section):
+    """What `probe` and `finetune` have in common."""
+
+    labels: str = Field(
+        "100%",
+        description="Labels to train on: a share of each class (`1%`), a number per class (`25`), or a file that "
+        "lists images, one a line.",
+    )
+    epochs: Positive = Field(100, description="Length of the training, and of the cosine, which a new epoch moves on.")
+    batch: Count = Field(256, description="Samples in a step, over all workers together.")
+    lr_classifier: NotNegative = Field(0.3, description="Learning rate of the classification layer, as given.")
+    momentum: BelowOne = Field(0.9, description="Of SGD.")
+    weight_decay: NotNegative = Field(1e-6, description="Decay of all that is trained, biases included.")
+    crop_area: tuple[Positive, Positive] | None = Field(
+        None, description="Share of the image's area a training crop takes; null: `views.crop_area`."
+    )
+    evaluate_every_epochs: Count = Field(1, description="Count the test images every so many epochs.")
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _number_per_class(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) else value  # YAML reads a bare 25 as a number
+
+    @field_validator("crop_area")
+    @classmethod
+    def _range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] <= value[1] <= 1:
+            raise ValueError(
+                f"crop_area: {value[0]} .. {value[1]} is no range of shares; write [smaller, larger], to 1"
+            )
+        return value
+
+
+class ProbeSection(ClassifierSection):
+    """`probe`: a linear classifier on the frozen backbone. Defaults: the reference's evaluate.py."""
+
+    cached: bool = Field(
+        False, description="Embed every image once, without crop and flip, and train on the features; takes seconds."
+    )
+    cached_rates: tuple[Positive, ...] = Field(
+        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
+        min_length=1,
+        description="cached: learning rates trained at once, on features of mean 0 and deviation 1.",
+    )
+    held_out: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="cached: share of the training labels by which the rate is chosen. Never the test images."
+    )
+
+
+class FinetuneSection(ClassifierSection):
+    """`finetune`: backbone and classifier. Defaults: the reference's semi-supervised command (its README)."""
+
+    epochs: Positive = Field(20, description="Length of the training, and of the cosine, which a new epoch moves on.")
+    lr_backbone: NotNegative = Field(0.002, description="Learning rate of the backbone, as given.")
+    lr_classifier: NotNegative = Field(0.5, description="Learning rate of the classification layer, as given.")
+    weight_decay: NotNegative = Field(0.0, description="Decay of all that is trained, biases included.")
 
 
 class TrackingSection(Section):
@@ -171,6 +232,8 @@ class Config(Section):
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     knn: KnnSection = KnnSection()
+    probe: ProbeSection = ProbeSection()
+    finetune: FinetuneSection = FinetuneSection()
     tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
@@ -200,7 +263,7 @@ class Config(Section):
 
 
 def load(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read base.yaml, then `file`, then `key.path=value` words; the later wins.
+    """Read base.yaml, then `file` (after the one it `extends`), then `key.path=value` words; the later wins.
 
     Raises:
         InputError: naming the key or file, the value and what is allowed.
@@ -208,7 +271,7 @@ def load(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
     values = _read_yaml(SHARED_BY_ALL)
     sources = [str(SHARED_BY_ALL)]
     if file is not None:
-        _merge(values, _read_yaml(Path(file)))
+        _merge(values, _read_with_base(Path(file), ()))
         sources.append(str(file))
     for word in overrides:
         _merge(values, _parse_override(word))
@@ -221,6 +284,22 @@ def load(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
 def dump(config: Config) -> str:
     """The resolved config as YAML that `load` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A file's values, over those of the file that its key `extends` names, relative to itself."""
+    path = path.expanduser()
+    if path.resolve() in above:
+        raise InputError(f"{path}: extends itself, by way of {above[-1].name}; remove one of the two")
+    own = _read_yaml(path)
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    if not isinstance(base, str):
+        raise InputError(f"{path}: extends: {base!r} is not the name of a file")
+    values = _read_with_base(path.parent / base, (*above, path.resolve()))
+    _merge(values, own)
+    return values
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

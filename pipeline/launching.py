@@ -1,6 +1,7 @@
 """From one command line to workers on one or several hosts: checks first, then horovodrun, whose output is filtered."""
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -14,10 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dali.errors import InputError
-from pipeline import failures, lease
-from pipeline.config import Config, dump, load
+from pipeline import failures, jobs, lease
+from pipeline.config import Config, dump
 from pipeline.cores import threads_per_worker
-from pipeline.progress import bar, report
+from pipeline.progress import bar
 from pipeline.stopping import SIGNALS
 
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
@@ -31,7 +32,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="./run.sh pretrain", description="Pretrain with one or several workers.")
+    """The words of ./run.sh VERB, which passes `--verb VERB` first; options of a verb become config keys."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--verb", choices=jobs.VERBS, default="pretrain")
+    verb = first.parse_known_args(args[:2])[0].verb
+    parser = argparse.ArgumentParser(prog=f"./run.sh {verb}", description=jobs.DESCRIPTIONS[verb])
+    parser.add_argument("--verb", default=verb, help=argparse.SUPPRESS)
+    if verb in ("probe", "finetune"):
+        parser.add_argument("--labels", metavar="1%|25|FILE", help="share of each class, number per class, or a list")
+    if verb == "probe":
+        parser.add_argument("--cached", action="store_true", help="embed each image once; several rates in seconds")
     parser.add_argument("words", nargs="*", metavar="CONFIG | key.path=value", help="YAML file, then single keys")
     parser.add_argument("-np", type=int, metavar="N", help="workers; default: one a GPU, or one on the CPU")
     parser.add_argument("-H", "--hosts", metavar="a:4,b:4", help="hosts with their slots; default: this machine")
@@ -39,7 +49,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--network-interface", metavar="NAME[,NAME]", help="interface that the workers talk over")
     parser.add_argument("--ssh-port", type=int, help="port of sshd on the hosts")
     parser.add_argument("--ssh-identity-file", help="key for the hosts")
-    elastic = parser.add_argument_group("workers that come and go")
+    elastic = parser.add_argument_group("workers that come and go (pretrain)")
     elastic.add_argument("--min-np", type=int, metavar="N", help="go on as long as so many workers are left")
     elastic.add_argument("--max-np", type=int, metavar="N", help="take no more than so many")
     elastic.add_argument(
@@ -59,9 +69,15 @@ def parse(args: list[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(args)
     options.config = next((word for word in options.words if "=" not in word), None)
     options.overrides = [word for word in options.words if word != options.config]
+    if getattr(options, "labels", None) is not None:
+        options.overrides.append(f"{verb}.labels={json.dumps(options.labels)}")  # a file's name may mean more in YAML
+    if getattr(options, "cached", False):
+        options.overrides.append("probe.cached=true")
     stray = [word for word in options.overrides if "=" not in word]
     if (options.max_np or options.host_discovery_script or options.reset_limit) and options.min_np is None:
         raise InputError("--min-np: is needed where workers may come and go; give the fewest to go on with")
+    if options.min_np is not None and verb != "pretrain":
+        raise InputError(f"--min-np: only workers of pretrain may come and go; leave it out for {verb}")
     if stray:
         raise InputError(f"{stray[0]}: a second config file; give one, and single keys as key.path=value")
     return options
@@ -112,10 +128,10 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
         wanted = options.np if options.np is not None else max(1, gpus)
     if wanted < 1:
         raise InputError(f"-np {wanted}: at least one worker is needed")
-    if wanted > config.train.global_batch:
+    batch = jobs.batch_of(options.verb, config)
+    if batch is not None and wanted > batch.size:
         raise InputError(
-            f"train.global_batch: {config.train.global_batch} is fewer than the {wanted} workers; "
-            "each needs at least one sample"
+            f"{batch.key}: {batch.size} is fewer than the {wanted} workers; each needs at least one sample"
         )
     if here:
         choose_device(config.device, wanted - 1, wanted)
@@ -157,27 +173,26 @@ def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
 
 
 def worker_words(options: argparse.Namespace) -> list[str]:
-    return ["pretrain", *([options.config] if options.config else []), *options.overrides]
+    return [options.verb, *([options.config] if options.config else []), *options.overrides]
 
 
 def launch(args: list[str]) -> int:
     """Check, start the workers, wait; returns the exit code of the worker that failed first, or 0."""
     options = parse(args)
-    config = load(options.config, options.overrides)
+    config = jobs.load_for(options.verb, options.config, options.overrides)
     count = workers_wanted(options, config)
     if options.show:
         print(shlex.join(horovodrun(options, count)))
         return 0
-    from pipeline.plan import describe
-    from pipeline.pretraining import check
     from pipeline.workers import choose_device
 
     here = options.hosts is None and options.hostfile is None and options.min_np is None
-    _, plan = check(config, report)
+    device = choose_device(config.device, 0, count) if here else config.device
+    threads = config.data.threads or threads_per_worker(count)
+    described = jobs.described(options.verb, config, count, str(device), threads)
     if options.dry_run:
-        device = choose_device(config.device, 0, count) if here else config.device
         print(dump(config))
-        print(describe(config, plan, count, str(device), config.data.threads or threads_per_worker(count)))
+        print(described)
         return 0
     output = config.output_path
     lease.refuse_if_owned(output)

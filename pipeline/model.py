@@ -92,11 +92,21 @@ def build_model(section: ModelSection, in_channels: int, image_size: int, seed: 
         InputError: as `build_backbone`.
     """
     with _seeded(seed):
-        backbone = build_backbone(
-            section.backbone, section.stem, in_channels, section.zero_init_residual, image_size=image_size
-        )
-        check_image_size(backbone, section.backbone, in_channels, image_size)
-        return BarlowTwins(backbone, section.projector)
+        return BarlowTwins(_checked_backbone(section, in_channels, image_size), section.projector)
+
+
+def build_seeded_backbone(section: ModelSection, in_channels: int, image_size: int, seed: int) -> Backbone:
+    """The backbone that `build_model` makes, alone."""
+    with _seeded(seed):
+        return _checked_backbone(section, in_channels, image_size)
+
+
+def _checked_backbone(section: ModelSection, in_channels: int, image_size: int) -> Backbone:
+    backbone = build_backbone(
+        section.backbone, section.stem, in_channels, section.zero_init_residual, image_size=image_size
+    )
+    check_image_size(backbone, section.backbone, in_channels, image_size)
+    return backbone
 
 
 def check_image_size(backbone: Backbone, name: str, in_channels: int, image_size: int) -> None:

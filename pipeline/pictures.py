@@ -15,6 +15,8 @@ _BLACK = (0, 0, 0)
 _MINUS, _ZERO, _PLUS = np.array([(33, 102, 172), (247, 247, 247), (178, 24, 43)], dtype=np.float32)
 _NOT_A_NUMBER = (0, 0, 0)
 _SMALLEST_MAP = 512  # pixels
+_NAMED_CLASSES = 40
+_CELL_WITH_NUMBERS = 30  # pixels
 
 
 def contact_sheet(y1: Any, y2: Any, mean: Sequence[float], std: Sequence[float], rows: int = 8) -> np.ndarray:
@@ -105,6 +107,50 @@ def neighbour_sheet(
                 draw.rectangle((left - _GAP, top - _GAP, left + width + _GAP - 1, top + height + _GAP - 1), colour)
             draw.text((left, top + height + _GAP), f"{cosines[row, column - 1]:.3f}", fill=_BLACK, font=font)
         sheet.paste(Image.fromarray(image), (left, top))
+    return np.asarray(sheet)
+
+
+def confusion_map(shares: Any, classes: Sequence[str], max_cells: int = 256) -> np.ndarray:
+    """What share of each class's images (row) is taken for which class (column): white 0, blue 1.
+
+    Classes are named where there are at most 40. Above `max_cells` classes it is reduced as `correlation_map` is.
+
+    Args:
+        shares: (K, K) in [0, 1].
+
+    Returns:
+        (height, width, 3) uint8.
+    """
+    shares = np.asarray(shares, dtype=np.float32)
+    count = len(shares)
+    assert shares.shape == (count, count) and len(classes) == count, (shares.shape, len(classes))
+    block = -(-count // max_cells)
+    cells = _reduce(shares, block)
+    colours = _diverging(-cells)
+    cell = -(-_SMALLEST_MAP // len(cells))
+    heat = colours.repeat(cell, axis=0).repeat(cell, axis=1)
+    font = ImageFont.load_default(min(16, cell - 2) if count <= _NAMED_CLASSES else 16)
+    names = list(classes) if count <= _NAMED_CLASSES else []
+    margin = max([_GAP, *(int(font.getlength(name)) + 2 * _GAP for name in names)])
+    sheet = Image.new("RGB", (margin + len(heat), _HEADER + len(heat) + (margin if names else 0)), _WHITE)
+    sheet.paste(Image.fromarray(heat), (margin, _HEADER))
+    draw = ImageDraw.Draw(sheet)
+    note = f"rows: true class; columns: named as; {count} classes"
+    draw.text(
+        (_GAP, 5), note + (f", in blocks of {block}" if block > 1 else ""), fill=_BLACK, font=ImageFont.load_default(16)
+    )
+    below = Image.new("RGB", (margin, len(heat)), _WHITE)  # the columns' names, turned afterwards
+    for place, name in enumerate(names):
+        middle = int((place + 0.5) * cell)
+        draw.text((margin - _GAP, _HEADER + middle), name, fill=_BLACK, font=font, anchor="rm")
+        ImageDraw.Draw(below).text((margin - _GAP, len(heat) - middle), name, fill=_BLACK, font=font, anchor="rm")
+        if cell >= _CELL_WITH_NUMBERS:
+            for column, share in enumerate(shares[place]):
+                at = (margin + int((column + 0.5) * cell), _HEADER + middle)
+                fill = _WHITE if share > 0.5 else _BLACK
+                draw.text(at, f"{100 * share:.0f}", fill=fill, font=font, anchor="mm")
+    if names:
+        sheet.paste(below.rotate(-90, expand=True), (margin, _HEADER + len(heat)))
     return np.asarray(sheet)
 
 

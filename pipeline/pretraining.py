@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from pipeline import (
     diagnostics,
     failures,
     lease,
+    online,
     pictures,
     progress,
     stopping,
@@ -38,33 +39,16 @@ from pipeline import (
 from pipeline.bad_files import BadFiles
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
-from pipeline.features import knn_accuracy
 from pipeline.loss import BarlowTwinsLoss
-from pipeline.model import BarlowTwins, autocast_dtype, build_model
+from pipeline.model import Backbone, BarlowTwins, autocast_dtype, build_model
 from pipeline.optim import build_optimizer
 from pipeline.plan import Plan, describe, make_plan
+from pipeline.resuming import bad_files, find_state, shaping
 from pipeline.tracking import Tracker
 from pipeline.training import Outcome, Run
 from pipeline.weights import RANDOM, backbone_state, load_backbone_weights
 
-# Changing these changes how a run is watched, not what it computes; anything else shapes the run.
-NOT_SHAPING = {"name", "output", "device", "tracking", "checkpoint", "knn"}
-NOT_SHAPING_KEYS = {
-    "data.path",  # the images themselves are compared, by the digest of their list
-    "data.test_path",
-    "data.kind",
-    "data.exclude",
-    "data.on_bad_file",  # a run without bad files is the same by both, and one with some can go on by `skip`
-    "data.max_bad_files",
-    "data.threads",
-    "data.prefetch",
-    "train.stop_after_steps",
-    "train.max_minutes",
-    "train.on_non_finite",
-    "train.non_finite_in_a_row",
-    "train.watchdog_seconds",
-    "model.weights",
-}
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def check(config: Config, report: Report = silent) -> tuple[Source, Plan]:
@@ -179,24 +163,13 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
     Raises:
         InputError: the weights file.
     """
-    threads = config.data.threads or threads_per_worker(world.local_size)
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    threads = set_up_torch(config, world, device)
     model = build_model(config.model, config.data.channels, config.views.size, seed=config.seed)
-    weights = config.model.weights
-    if weights is not None and weights != RANDOM:
-        report = load_backbone_weights(model.backbone, weights)
-        if world.rank == 0:
-            print(f"weights: {report}", flush=True)
+    load_weights(model.backbone, config, world.rank)
     sync_bn.convert(model, world.process_set, views=2)
-    memory_format = torch.channels_last if config.precision.channels_last else torch.contiguous_format
-    dtype = getattr(torch, config.precision.dtype)
-    model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
+    model = placed(model, config, device)
     loss = config.loss
-    wanted = "off" if dtype is torch.float64 else config.precision.autocast
-    autocast = autocast_dtype(wanted, config.model.backbone, device.type)
+    autocast = wanted_autocast(config, device)
     return Run(
         config=config,
         plan=plan,
@@ -213,6 +186,40 @@ def build(config: Config, world: workers.World, device: torch.device, source: So
         scaler=torch.amp.GradScaler(device.type, enabled=autocast is torch.float16),
         autocast=autocast,
     )
+
+
+def set_up_torch(config: Config, world: workers.World, device: torch.device) -> int:
+    """Threads, GPU and TF32 of this process; returns the threads, for torch and for DALI."""
+    threads = config.data.threads or threads_per_worker(world.local_size)
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    return threads
+
+
+def load_weights(backbone: Backbone, config: Config, rank: int) -> None:
+    """The weights that `model.weights` names, if any.
+
+    Raises:
+        InputError: as `load_backbone_weights`.
+    """
+    weights = config.model.weights
+    if weights is not None and weights != RANDOM:
+        report = load_backbone_weights(backbone, weights)
+        if rank == 0:
+            print(f"weights: {report}", flush=True)
+
+
+def placed(model: Module, config: Config, device: torch.device) -> Module:
+    """The model on its device, in the type and memory order of `precision`."""
+    memory_format = torch.channels_last if config.precision.channels_last else torch.contiguous_format
+    return model.to(device=device, dtype=getattr(torch, config.precision.dtype)).to(memory_format=memory_format)
+
+
+def wanted_autocast(config: Config, device: torch.device) -> torch.dtype | None:
+    wanted = "off" if config.precision.dtype == "float64" else config.precision.autocast
+    return autocast_dtype(wanted, config.model.backbone, device.type)
 
 
 def sum_gradients(
@@ -239,66 +246,21 @@ def check_same_list(source: Source) -> None:
         )
 
 
-# --- Resume ---------------------------------------------------------------------------------------------------------
-
-
-def shaping(config: Config) -> dict[str, Any]:
-    """The values that shape what a run computes, by dotted key."""
-    flat: dict[str, Any] = {}
-
-    def walk(values: dict[str, Any], prefix: str) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")
-            elif f"{prefix}{key}" not in NOT_SHAPING_KEYS:
-                flat[f"{prefix}{key}"] = value
-
-    walk({k: v for k, v in config.model_dump(mode="json").items() if k not in NOT_SHAPING}, "")
-    return flat
-
-
 def resume(run: Run) -> None:
-    """Continue from the checkpoint that rank 0 chooses, if there is one.
+    """Continue from the checkpoint that `checkpoint.resume` means, if there is one.
 
     Raises:
-        InputError: images or shaping values are not those of the checkpoint, each difference listed; or it is complete.
+        InputError: as `resuming.find_state`.
     """
-    config = run.config
-    chosen = None
-    with workers.together():
-        if run.world.rank == 0:
-            chosen = checkpoint.find(config.output_path, config.checkpoint.resume)
-    chosen = workers.from_rank_0(chosen, "resume.path")
-    if chosen is None:
+    state = find_state(run.config, run.world.rank, shaping(run.config), run.source.digest, run.plan.stop_step)
+    if state is None:
         return
-    with workers.together():
-        state = checkpoint.load(chosen)
-        before = state["facts"]["shaping"] | {"images": state["facts"]["digest"]}
-        now = shaping(config) | {"images": run.source.digest}
-        changed = [
-            f"{key} was {before.get(key)}, is {now.get(key)}"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and key not in config.checkpoint.allow_change
-        ]
-        if changed:
-            raise InputError(
-                f"{chosen}: belongs to another run: {'; '.join(changed)}; write another output, "
-                "or accept with checkpoint.allow_change=[KEY, ...]"
-            )
-        if state["step"] >= run.plan.stop_step:
-            raise InputError(
-                f"output: the run in {config.output_path} is complete (step {state['step']}); write another, or go on "
-                "with a larger train.epochs and checkpoint.allow_change=[train.epochs]"
-            )
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.step, run.resumed_run_id = state["step"], state["run_id"]
-    if state["facts"]["digest"] == run.source.digest:
-        run.bad_files = {int(index): reason for index, reason in state["bad_files"].items()}
-    if run.world.rank == 0:
-        print(f"resuming at step {run.step} from {chosen}", flush=True)
+    run.bad_files = bad_files(state, run.source.digest)
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -347,10 +309,7 @@ class Duties:
             RuntimeError: by all workers alike; the checkpoints before stay as they are.
         """
         began = time.perf_counter()
-        weights = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-        if bad := checkpoint.not_finite(weights):
-            raise RuntimeError(f"{bad[0]} is not finite after step {run.step}: no checkpoint of it is written")
-        workers.check_equal_state(run.model, run.optimizer)
+        weights = whole_state(run.model, run.optimizer, run.step)
         if self.tracker is None or self.writer is None:
             return
         every = run.plan.milestone_steps
@@ -367,49 +326,24 @@ class Duties:
         self.writer.save(state, milestone, first=self.tracker.sync)
         self.tracker.log(run.step, {"checkpoint_stall_seconds": time.perf_counter() - began})
 
-    @watchdog.phase("checkpoint")
-    def end_saving(self, run: Run) -> None:
-        """Wait for the last checkpoint, and say which ones could not be written.
-
-        Raises:
-            RuntimeError: by all workers alike, if it is the last one.
-        """
-        failed: dict[int, str] = {}
-        if self.writer is not None and self.tracker is not None:
-            self.writer.wait()
-            failed = self.writer.failed
-            if failed:
-                told = ", ".join(f"{step} ({why})" for step, why in failed.items())
-                print(f"warning: these checkpoints could not be written, by step: {told}", flush=True)
-                self.tracker.tag("checkpoints_failed", told)
-        if problem := workers.from_rank_0(failed.get(run.step), "last checkpoint"):
-            raise RuntimeError(
-                f"the last checkpoint, of step {run.step}, could not be written ({problem}); "
-                "make room and start the run again: it goes on from the newest one there"
-            )
-
     @watchdog.phase("evaluate")
     def judge(self, run: Run) -> None:
-        """kNN accuracy now, if there is a labelled test split."""
+        """How good the features are now, if there is a labelled test split."""
         if self.test is None:
             return
-        accuracy = knn_accuracy(
-            run.model.backbone, run.source, self.test, run.config, run.world, run.device, run.threads
-        )
-        self.knn[run.step] = accuracy
+        found = online.judge(run, self.test)
+        self.knn[run.step] = found["knn_accuracy"]
         if self.tracker is not None:
-            self.tracker.log(run.step, {"knn_accuracy": accuracy})
-            print(f"kNN accuracy after step {run.step}: {accuracy:.2f} %", flush=True)
+            self.tracker.log(run.step, found)
+            shown = ", ".join(f"{online.WORDS[key]} {value:.2f} %" for key, value in found.items())
+            print(f"{shown} after step {run.step}", flush=True)
 
     def failed(self, run: Run, error: BaseException) -> None:
         """Say in the record what ended the run: the earliest failure of any worker, as far as it is known."""
         watchdog.enter("end")
         if self.writer is not None:
             self.writer.join()
-        if self.tracker is not None:
-            causes = failures.found(run.config.output_path)  # of other ranks; ours is only now on its way out
-            message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
-            self.tracker.end("FAILED", message, rank=rank)
+        mark_failed(self.tracker, run.config, error)
 
 
 def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | None = None) -> int:
@@ -438,7 +372,7 @@ def take_up(run: Run) -> Duties:
             config.output_path,
             resume_run_id=run.resumed_run_id,
             new_run=config.checkpoint.resume == "never" and run.step == 0,
-            facts=facts(run),
+            facts=facts(run) | {"verb": "pretrain"},
         )
         watchdog.at_stall(partial(tracker.end, "FAILED", rank=0))
     writer = checkpoint.Writer(config.output_path, config.checkpoint.keep) if run.world.rank == 0 else None
@@ -467,10 +401,45 @@ def go_on(
     duties.save(run)
     if verdict == stopping.GO_ON:
         duties.judge(run)
-    duties.end_saving(run)
+    end_saving(duties.writer, duties.tracker, run.step)
     if run.world.rank == 0:
         checkpoint.save_file(run.config.output_path / "backbone.pth", backbone_state(run.model))
     return verdict
+
+
+def whole_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """What a checkpoint holds of model and optimizer, once all workers are known to hold the same finite state.
+
+    Raises:
+        RuntimeError: by all workers alike.
+    """
+    weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if bad := checkpoint.not_finite(weights):
+        raise RuntimeError(f"{bad[0]} is not finite after step {step}: no checkpoint of it is written")
+    workers.check_equal_state(model, optimizer)
+    return weights
+
+
+@watchdog.phase("checkpoint")
+def end_saving(writer: checkpoint.Writer | None, tracker: Tracker | None, last_step: int) -> None:
+    """Wait for the last checkpoint, and say which ones could not be written. Called by all workers alike.
+
+    Raises:
+        RuntimeError: by all workers alike, if it is the one of `last_step`.
+    """
+    failed: dict[int, str] = {}
+    if writer is not None and tracker is not None:
+        writer.wait()
+        failed = writer.failed
+        if failed:
+            told = ", ".join(f"{step} ({why})" for step, why in failed.items())
+            print(f"warning: these checkpoints could not be written, by step: {told}", flush=True)
+            tracker.tag("checkpoints_failed", told)
+    if problem := workers.from_rank_0(failed.get(last_step), "last checkpoint"):
+        raise RuntimeError(
+            f"the last checkpoint, of step {last_step}, could not be written ({problem}); "
+            "make room and start the run again: it goes on from the newest one there"
+        )
 
 
 def leave(run: Run, duties: Duties, verdict: int) -> None:
@@ -481,6 +450,14 @@ def leave(run: Run, duties: Duties, verdict: int) -> None:
         duties.tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
         _finish(run, duties, duties.tracker, verdict)
     workers.barrier("end")
+
+
+def mark_failed(tracker: Tracker | None, config: Config, error: BaseException) -> None:
+    """Say in the run's record what ended it: the earliest failure of any worker, as far as it is known."""
+    if tracker is not None:
+        causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
+        message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
+        tracker.end("FAILED", message, rank=rank)
 
 
 def open_test(config: Config, source: Source) -> Source | None:
@@ -501,8 +478,11 @@ def open_test(config: Config, source: Source) -> Source | None:
     return test
 
 
-def facts(run: Run) -> dict[str, str]:
-    """What a reader of the experiment wants to know beyond the config."""
+def facts(run: Any) -> dict[str, str]:
+    """What a reader of the experiment wants to know beyond the config.
+
+    `run` has `world`, `device`, `threads`, `source` and `autocast`.
+    """
     names = ("torch", "torchvision", "nvidia-dali-cuda130", "horovod", "mlflow")
     known = {
         "command": " ".join(sys.argv),
@@ -542,10 +522,20 @@ def _finish(run: Run, duties: Duties, tracker: Tracker, verdict: int) -> None:
         "finished": run.step == run.plan.total_steps,
         "stopped_by": stopping.WORDS.get(verdict),
         "knn_accuracy": {str(step): value for step, value in duties.knn.items()},
-        "checkpoints_failed": {str(step): why for step, why in (duties.writer.failed if duties.writer else {}).items()},
+        "checkpoints_failed": checkpoints_failed(duties.writer),
         "run_id": tracker.run_id,
         "output": str(output),
     }
+    write_summary(output, summary)
+
+
+def checkpoints_failed(writer: checkpoint.Writer | None) -> dict[str, str]:
+    """By step, for a summary."""
+    return {str(step): why for step, why in (writer.failed if writer is not None else {}).items()}
+
+
+def write_summary(output: Path, summary: dict[str, Any]) -> None:
+    """OUTPUT/summary.json, whole or not at all."""
     temporary = output / ".summary.json.tmp"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(temporary, output / "summary.json")

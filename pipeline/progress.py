@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the launcher and doctor draw the bar too, and must start where Horovod is broken
-    from pipeline.loss import Terms
     from pipeline.plan import Plan
 
 BAR_WIDTH = 24
@@ -27,9 +27,9 @@ class Progress:
         """Count a step that waited so many seconds for its batch."""
         self.waited += waited
 
-    def measure(self, step: int, terms: Terms, optimizer: Any) -> dict[str, float]:
+    def measure(self, step: int, terms: Mapping[str, Any], optimizer: Any) -> dict[str, float]:
         """Metrics at `step`, with rates since the last call; the clock starts anew."""
-        values = {name: float(term) for name, term in terms._asdict().items()}
+        values = {name: float(term) for name, term in terms.items()}
         seconds = max(time.monotonic() - self.since, 1e-9)
         steps = max(step - self.step, 1)
         values |= {f"lr_{group['name']}": float(group["lr"]) for group in optimizer.param_groups}
@@ -46,9 +46,10 @@ class Progress:
 def show(plan: Plan, step: int, values: dict[str, float]) -> None:
     """One line a look; on a terminal it is a bar that stays in its place."""
     left = (plan.stop_step - step) * values["step_seconds"]
+    terms = f" (on {values['on_diag']:.4g}, off {values['off_diag']:.4g})" if "on_diag" in values else ""
     text = (
-        f"step {step}/{plan.stop_step}  epoch {values['epoch']:.2f}  loss {values['loss']:.4g} "
-        f"(on {values['on_diag']:.4g}, off {values['off_diag']:.4g})  {values['images_per_second']:.0f} images/s  "
+        f"step {step}/{plan.stop_step}  epoch {values['epoch']:.2f}  loss {values['loss']:.4g}{terms}  "
+        f"{values['images_per_second']:.0f} images/s  "
         f"data wait {values['data_wait_percent']:.0f} %  ETA {duration(left)}"
     )
     if sys.stdout.isatty():

@@ -33,19 +33,23 @@ class Wishes:
 
     def __init__(self) -> None:
         self.wish = GO_ON
-        self._deaf = False
+        self._deaf = self._at_once = False
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
     def ignore(self) -> None:
         """From now on signals change nothing: state is saved, and the process is leaving."""
         self._deaf = True
 
+    def end_at_once(self) -> None:
+        """From now on the first signal ends the process: for work of minutes that saves nothing on the way."""
+        self._at_once = True
+
     def _wait(self) -> None:
         while True:
             number = signal.sigwait(SIGNALS)
             if self._deaf:
                 continue
-            if self.wish != GO_ON:
+            if self.wish != GO_ON or self._at_once:
                 os._exit(128 + number)
             self.wish = INTERRUPTED if number == signal.SIGINT else PREEMPTED
             print(

@@ -78,18 +78,29 @@ def train_step(run: Run, y1: Tensor, y2: Tensor) -> Outcome:
     run.gradients.start()
     run.buffers.keep()
     terms, z1, z2 = backward(run, y1, y2)
-    run.gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
-    run.scaler.unscale_(optimizer)
-    left_out = run.gradients.not_finite(terms.loss)
-    if not run.scaler.is_enabled():
-        optimizer.found_inf = left_out  # type: ignore[attr-defined]
-    elif run.scaler.get_scale() >= 1:  # gradients that overflow are how the scale is found; below 1 it is not the scale
-        left_out = (~torch.isfinite(terms.loss.detach())).to(torch.float32)
-    run.scaler.step(optimizer)
-    run.scaler.update()
+    left_out = update(optimizer, run.gradients, run.scaler, terms.loss)
     run.buffers.restore(left_out)
     run.step += 1
     return Outcome(Terms(*(term.detach() for term in terms)), z1.detach(), z2.detach(), left_out)
+
+
+def update(
+    optimizer: torch.optim.Optimizer, gradients: workers.GradientSum, scaler: torch.amp.GradScaler, loss: Tensor
+) -> Tensor:
+    """Sum the gradients over the workers and take the step, unless they or the loss, equal on all, are not finite.
+
+    Returns whether it was left out: 0 or 1, on the device.
+    """
+    gradients.wait()  # Horovod: the sums must be there before anything looks at the gradients
+    scaler.unscale_(optimizer)
+    left_out = gradients.not_finite(loss)
+    if not scaler.is_enabled():
+        optimizer.found_inf = left_out  # type: ignore[attr-defined]
+    elif scaler.get_scale() >= 1:  # gradients that overflow are how the scale is found; below 1 it is not the scale
+        left_out = (~torch.isfinite(loss.detach())).to(torch.float32)
+    scaler.step(optimizer)
+    scaler.update()
+    return left_out
 
 
 def backward(run: Run, y1: Tensor, y2: Tensor) -> Forward:
@@ -97,7 +108,7 @@ def backward(run: Run, y1: Tensor, y2: Tensor) -> Forward:
     train = run.config.train
     if train.micro_batches > 1:
         return _backward_in_parts(run, y1, y2)
-    with _autocast(run):
+    with autocast(run):
         z1, z2 = _both(run.model, y1, y2)
     terms = run.loss(z1, z2, train.global_batch)
     run.scaler.scale(terms.loss).backward()
@@ -114,16 +125,16 @@ def _backward_in_parts(run: Run, y1: Tensor, y2: Tensor) -> Forward:
     train, backbone = run.config.train, run.model.backbone
     parts = worker_positions(train.global_batch, train.micro_batches, run.world.shard)
     sizes = [part.stop - part.start for part in parts]
-    with torch.no_grad(), _autocast(run), frozen_statistics(backbone):
+    with torch.no_grad(), autocast(run), frozen_statistics(backbone):
         firsts = [_both(backbone, *views) for views in zip(y1.split(sizes), y2.split(sizes), strict=True)]
     features = [torch.cat(view).requires_grad_() for view in zip(*firsts, strict=True)]
-    with _autocast(run):
+    with autocast(run):
         z1, z2 = _both(run.model.projector, *features)
     terms = run.loss(z1, z2, train.global_batch)
     run.scaler.scale(terms.loss).backward()
     gradients = [f.grad.split(sizes) for f in features if f.grad is not None]
     for part1, part2, gradient1, gradient2 in zip(y1.split(sizes), y2.split(sizes), *gradients, strict=True):
-        with _autocast(run):
+        with autocast(run):
             f1, f2 = _both(backbone, part1, part2)
         torch.autograd.backward([f1, f2], [gradient1.to(f1.dtype), gradient2.to(f2.dtype)])
     return Forward(terms, z1, z2)
@@ -135,10 +146,9 @@ def _both(module: torch.nn.Module, view1: Tensor, view2: Tensor) -> tuple[Tensor
     return out1, out2
 
 
-def _autocast(run: Run) -> Any:
-    if run.autocast is None:
-        return nullcontext()
-    return torch.autocast(run.device.type, dtype=run.autocast)
+def autocast(run: Any) -> Any:
+    """The block in which a run's model is called: its `device` and `autocast` say how."""
+    return nullcontext() if run.autocast is None else torch.autocast(run.device.type, dtype=run.autocast)
 
 
 def open_loader(run: Run, report_bad: bool = False) -> TwoViewLoader:
@@ -179,7 +189,7 @@ def train(
     """
     config, verdict = run.config, stopping.GO_ON
     progress = Progress(run.plan, config.train.global_batch, run.step)
-    guard = Guard(config, run.source, run.model, run.world.rank, lambda: _autocast(run))
+    guard = Guard(config, run.source, run.model, run.world.rank, lambda: autocast(run))
     started, time_limit = time.monotonic(), config.train.max_minutes
     with open_loader(run, report_bad=True) as loader:
         batches = Readable(run, loader)
@@ -190,7 +200,8 @@ def train(
             guard.after_step(run.step, batch, result.terms, result.left_out)
             progress.add(batches.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
-                values = progress.measure(run.step, result.terms, run.optimizer) | {"skipped_steps": guard.skipped}
+                values = progress.measure(run.step, result.terms._asdict(), run.optimizer)
+                values["skipped_steps"] = guard.skipped
                 if config.data.on_bad_file == "skip":
                     values["bad_files"] = len(run.bad_files)
                 if run.world.rank == 0:

@@ -43,16 +43,26 @@ class Report(NamedTuple):
         return f"{line}; first convolution summed to 1 channel" if self.summed else line
 
 
+def named(weights: str | None) -> str:
+    """`model.weights` where it must be set.
+
+    Raises:
+        InputError: it is not.
+    """
+    if weights is None:
+        raise InputError(
+            f"model.weights: is not set; write model.weights=FILE, or model.weights={RANDOM} for random features"
+        )
+    return weights
+
+
 def load_named(backbone: Backbone, weights: str | None) -> Report | None:
     """Read what `model.weights` names, to judge a backbone or hand it over; `none` leaves it random, null is refused.
 
     Raises:
         InputError: nothing is named, or as `load_backbone_weights`.
     """
-    if weights is None:
-        raise InputError(
-            f"model.weights: is not set; write model.weights=FILE, or model.weights={RANDOM} for random features"
-        )
+    weights = named(weights)
     return None if weights == RANDOM else load_backbone_weights(backbone, weights)
 
 

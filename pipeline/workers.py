@@ -184,9 +184,11 @@ def share_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     check_equal_state(model, optimizer)
 
 
-def fingerprints(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def fingerprints(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
     """A checksum of each parameter, buffer, piece of optimizer state and learning rate, by name."""
     prints = {name: _crc(t) for name, t in model.state_dict().items()}
+    if optimizer is None:
+        return prints
     state = optimizer.state_dict()
     for index, values in state["state"].items():
         prints |= {f"optimizer.state.{index}.{key}": _crc(value) for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""`launch`: what `./run.sh pretrain` calls."""
+"""`launch`: what `./run.sh pretrain`, `probe`, `finetune` and `knn` call."""
 
 from pipeline import launching
 

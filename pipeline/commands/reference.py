@@ -15,9 +15,10 @@ HEADER = """# Configuration
 
 Made from the sections in `pipeline/config.py` and `dali/spec.py` by `./run.sh python -m pipeline reference`.
 
-A run's values are, the later winning: the defaults below, `configs/base.yaml`, the YAML file named on the command line,
-and words like `optimizer.lr_weights=0.3`. Unknown keys and impossible values are refused by name. Durations in epochs
-become steps once, at the start; `--dry-run` prints the result.
+A run's values are, the later winning: the defaults below, `configs/base.yaml`, the YAML file named on the command line
+(over the file that its key `extends` names, if it has one), and words like `optimizer.lr_weights=0.3`. Unknown keys and
+impossible values are refused by name. Durations in epochs become steps once, at the start; `--dry-run` prints the
+result.
 """
 
 

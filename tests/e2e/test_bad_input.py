@@ -17,6 +17,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+TESTED = ["model.weights=none", "data.test_path={tmp}/images"]
 CASES = {
     "missing folder": (["data.path={tmp}/nowhere"], "data.path: {tmp}/nowhere is not a folder"),
     "empty folder": (["data.path={tmp}/empty"], "data.path: {tmp}/empty holds no images"),
@@ -52,6 +53,61 @@ def test_a_mistake_ends_with_one_line_and_2(case, folder, capfd, monkeypatch):
     assert len(lines) == 1 and lines[0].startswith("error: "), shown.err
     assert expected.replace("{tmp}", str(folder)) in lines[0]
     assert not (output / "mlflow.db").exists() and not (output / "journal.jsonl").exists()
+
+
+EVALUATIONS = {
+    "no weights": ("probe", [], "model.weights: is not set; write model.weights=FILE"),
+    "weights that are not there": ("knn", ["model.weights={tmp}/no.pth"], "model.weights: {tmp}/no.pth is not a file"),
+    "no test images": ("knn", ["model.weights=none"], "data.test_path: is not set"),
+    "no labels": (
+        "finetune",
+        ["model.weights=none", "data.path={tmp}/images/a"],
+        "a has no labels; finetune needs labelled images",
+    ),
+    "a batch of more than there is": (
+        "probe",
+        [*TESTED, "probe.batch=9"],
+        "probe.batch: 9 is more than the 3 labelled",
+    ),
+    "a share of nothing": ("probe", [*TESTED, "--labels", "0%"], "probe.labels: 0% is no share of the labels"),
+    "a list that is not there": ("finetune", [*TESTED, "--labels", "no.txt"], "finetune.labels: no.txt is no share"),
+    "more workers than a batch": (
+        "probe",
+        [*TESTED, "probe.batch=2", "-np", "3"],
+        "probe.batch: 2 is fewer than the 3",
+    ),
+    "workers that come and go": (
+        "knn",
+        [*TESTED, "-H", "localhost:2", "--min-np", "1"],
+        "--min-np: only workers of pretrain may come and go; leave it out for knn",
+    ),
+    "one label, many rates": ("probe", [*TESTED, "probe.batch=1", "--cached", "--labels", "1"], "probe.held_out"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_a_mistake_in_an_evaluation_ends_the_same_way(case, folder, capfd):
+    verb, words, expected = EVALUATIONS[case]
+    words = [word.replace("{tmp}", str(folder)) for word in words]
+    common = [f"data.path={folder}/images", "data.test_path=null", f"output={folder}/output", "device=cpu"]
+    code = main(["launch", "--verb", verb, QUICKSTART, *common, *words])
+    shown = capfd.readouterr()
+    assert code == 2, shown
+    lines = shown.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), shown.err
+    assert expected.replace("{tmp}", str(folder)) in lines[0]
+    assert not (folder / "output" / "journal.jsonl").exists()
+
+
+def test_an_evaluation_has_a_name_and_a_folder_of_its_own(folder, capfd):
+    words = [QUICKSTART, f"data.path={folder}/images", f"data.test_path={folder}/images", "--labels", "10 per class"]
+    assert main(["launch", "--verb", "finetune", *words, "-np", "4", "--print", "device=cpu"]) == 0
+    line = capfd.readouterr().out
+    assert "-m pipeline finetune" in line and 'finetune.labels="10 per class"' in line
+    tested = [word.replace("{tmp}", str(folder)) for word in TESTED]
+    code = main(["launch", "--verb", "probe", *words[:2], *tested, "probe.batch=2", "--dry-run", "device=cpu"])
+    shown = capfd.readouterr().out
+    assert code == 0 and "name: quickstart-probe" in shown and "none: random features" in shown
 
 
 def test_a_worker_started_by_hand_says_the_same(folder, capfd):

@@ -34,6 +34,10 @@ MISTAKES = {
     "views=3": "views: 3 is refused",
     "name=a/b": "name: 'a/b' is refused",
     "seed=-1": "seed: -1 is refused",
+    "probe.crop_area=[0.5, 0.2]": "crop_area: 0.5 .. 0.2 is no range of shares",
+    "probe.held_out=0": "probe.held_out: 0 is refused",
+    "probe.lr_backbone=0.1": "probe.lr_backbone: unknown key",
+    "finetune.cached=true": "finetune.cached: unknown key",
     "learning_rate": "learning_rate: is not key.path=value",
     "a.b=[1": "the value is not YAML",
 }
@@ -51,6 +55,33 @@ def test_every_mistake_is_named_at_once():
     with pytest.raises(InputError) as caught:
         load(None, ["views.flip=2", "train.epoch=3"])
     assert "views.flip" in str(caught.value) and "did you mean epochs?" in str(caught.value)
+
+
+def test_a_file_may_say_how_it_differs_from_another(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "one.yaml").write_text("name: one\noptimizer: {lr_weights: 1, weight_decay: 2}\n")
+    (tmp_path / "below" / "two.yaml").write_text("extends: ../one.yaml\nname: two\noptimizer: {weight_decay: 3}\n")
+    found = load(tmp_path / "below" / "two.yaml", ["seed=4"])
+    assert (found.name, found.optimizer.lr_weights, found.optimizer.weight_decay, found.seed) == ("two", 1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: nowhere.yaml", "nowhere.yaml: cannot be read"),
+        ("extends: one.yaml", "one.yaml: extends itself"),
+        ("extends: [a]", "is not the name of a file"),
+    ],
+)
+def test_a_file_that_extends_nothing_is_refused(tmp_path, text, message):
+    (tmp_path / "one.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        load(tmp_path / "one.yaml")
+
+
+def test_labels_are_read_as_a_share_a_number_or_a_file():
+    for text in ("1%", "25", "25 per class", "lists/some.txt"):
+        assert load(None, [f"probe.labels={text}"]).probe.labels == text
 
 
 def test_the_later_wins_and_numbers_are_read_laxly(tmp_path):
@@ -92,7 +123,7 @@ def test_sections_are_frozen():
         load().optimizer.lr_weights = 1.0
 
 
-@pytest.mark.parametrize("file", sorted(config.CONFIGS.glob("*.yaml")), ids=lambda f: f.name)
+@pytest.mark.parametrize("file", sorted(config.CONFIGS.glob("**/*.yaml")), ids=lambda f: f.name)
 def test_shipped_configs_load_and_print_what_loads_again(file, tmp_path):
     found = load(file)
     printed = tmp_path / "printed.yaml"

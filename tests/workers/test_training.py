@@ -11,7 +11,7 @@ from dali.errors import InputError
 from dali.loader import TwoViewLoader
 from dali.order import Shard, worker_positions
 from dali.sources import open_source
-from pipeline import checkpoint, config, features, pretraining, stopping, training, workers
+from pipeline import checkpoint, config, pretraining, stopping, training, workers
 from pipeline.model import build_model
 from pipeline.samples import write_digits
 from tests.workers.test_loss import reference
@@ -243,23 +243,6 @@ def test_parameters_that_a_step_leaves_out_do_not_stop_it(world, settings):
         for batch in loader:
             training.train_step(run, batch.y1, batch.y2)
     assert run.step == 6
-
-
-def test_knn_counts_every_test_image_once_and_agrees_with_numpy(world, settings, digits):
-    made = settings("knn.k=7", "knn.batch=50", f"data.test_path={digits}/digits/test")
-    run = pretraining.prepare(made, world)
-    test = open_source(made.data, "test")
-    found = features.knn_accuracy(run.model.backbone, run.source, test, made, world, run.device, 1)
-    alone = Shard(0, 1)
-    bank, queries = (features.extract(run.model.backbone, s, made, alone, run.device, 1) for s in (run.source, test))
-    similarity = queries.x.numpy().astype(np.float64) @ bank.x.numpy().T.astype(np.float64)
-    right = 0
-    for row, label in zip(similarity, queries.labels.numpy(), strict=True):
-        nearest = np.argsort(-row)[:7]
-        votes = np.bincount(bank.labels.numpy()[nearest], np.exp(row[nearest] / made.knn.temperature), 10)
-        right += votes.argmax() == label
-    assert found == pytest.approx(100 * right / len(test), abs=1e-9)
-    assert run.model.training
 
 
 def test_a_mistake_of_one_worker_is_raised_by_all(world):

@@ -1,0 +1,8 @@
+"""`probe`: a linear classifier on a frozen backbone; one worker."""
+
+from pipeline import jobs
+
+
+def run(args: list[str]) -> int:
+    """Join the job and do this worker's part; returns the exit code."""
+    return jobs.work("probe", args)

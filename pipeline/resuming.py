@@ -1,0 +1,91 @@
+"""What makes two runs the same one, and the checkpoint from which a run goes on."""
+
+from typing import Any
+
+from dali.errors import InputError
+from pipeline import checkpoint, workers
+from pipeline.config import Config
+
+# Changing these changes how a run is watched, not what it computes; anything else shapes the run.
+NOT_SHAPING = {"name", "output", "device", "tracking", "checkpoint", "knn", "probe", "finetune"}
+NOT_SHAPING_KEYS = {
+    "data.path",  # the images themselves are compared, by the digest of their list
+    "data.test_path",
+    "data.kind",
+    "data.exclude",
+    "data.on_bad_file",  # a run without bad files is the same by both, and one with some can go on by `skip`
+    "data.max_bad_files",
+    "data.threads",
+    "data.prefetch",
+    "train.stop_after_steps",
+    "train.max_minutes",
+    "train.on_non_finite",
+    "train.non_finite_in_a_row",
+    "train.watchdog_seconds",
+    "model.weights",
+}
+
+
+def shaping(config: Config) -> dict[str, Any]:
+    """The values that shape what pretraining computes, by dotted key."""
+    values = config.model_dump(mode="json")
+    return flat({key: value for key, value in values.items() if key not in NOT_SHAPING})
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Sections as one mapping of dotted keys, without those that shape nothing."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" not in NOT_SHAPING_KEYS:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def find_state(
+    config: Config, rank: int, now: dict[str, Any], digest: str, stop_step: int, epochs: str = "train.epochs"
+) -> dict[str, Any] | None:
+    """The content of the checkpoint that rank 0 takes for `checkpoint.resume`, if there is one; on all workers.
+
+    `now` are the run's shaping values, `digest` that of its images, `epochs` the key that sets its length.
+
+    Raises:
+        InputError: images or shaping values are not those of the checkpoint, each difference listed; or it is complete.
+    """
+    chosen = None
+    with workers.together():
+        if rank == 0:
+            chosen = checkpoint.find(config.output_path, config.checkpoint.resume)
+    chosen = workers.from_rank_0(chosen, "resume.path")
+    if chosen is None:
+        return None
+    with workers.together():
+        state = checkpoint.load(chosen)
+        before = state["facts"]["shaping"] | {"images": state["facts"]["digest"]}
+        now = now | {"images": digest}
+        changed = [
+            f"{key} was {before.get(key)}, is {now.get(key)}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and key not in config.checkpoint.allow_change
+        ]
+        if changed:
+            raise InputError(
+                f"{chosen}: belongs to another run: {'; '.join(changed)}; write another output, "
+                "or accept with checkpoint.allow_change=[KEY, ...]"
+            )
+        if state["step"] >= stop_step:
+            raise InputError(
+                f"output: the run in {config.output_path} is complete (step {state['step']}); write another, or go on "
+                f"with a larger {epochs} and checkpoint.allow_change=[{epochs}]"
+            )
+    if rank == 0:
+        print(f"resuming at step {state['step']} from {chosen}", flush=True)
+    return state
+
+
+def bad_files(state: dict[str, Any], digest: str) -> dict[int, str]:
+    """Images that were found to be bad before the checkpoint, by index, and why; none where they are other images."""
+    if state["facts"]["digest"] != digest:
+        return {}
+    return {int(index): reason for index, reason in state["bad_files"].items()}
