@@ -48,6 +48,7 @@ def settings(folder, request):
                 "model.projector=[16]",
                 "model.weights=none",
                 "tracking.system_metrics=false",
+                f"tracking.uri=sqlite:///{folder}/mlflow.db",  # making one takes seconds
                 "precision.autocast='off'",
                 "probe.batch=50",
                 "probe.labels=25",
