@@ -136,7 +136,8 @@ class TrainLoader(Loader, Generic[Item]):
         one._start(self._graph, iter([self._work(indices, places, step // self._epoch_steps)]))
         with one:
             _, parts = one._take()
-        views, mixed = [view.clone() for view in batch[: self._num_views]], batch.indices.copy()
+        given: tuple[Any, ...] = batch[: self._num_views]
+        views, mixed = [view.clone() for view in given], batch.indices.copy()
         for view, part in zip(views, parts, strict=True):
             view[rows] = part
         mixed[rows] = indices
