@@ -16,7 +16,7 @@ import torch
 from pipeline.samples import write_digits
 
 ROOT = Path(__file__).parents[2]
-STEPS = 120
+STEPS = 90
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path):
     job.until("elastic: 1 workers from step")
     job.set_hosts(["localhost", "127.0.0.9", here])
     job.until("elastic: 2 workers from step")
-    job.until("step ", 60)
+    job.until("step ", 50)
     job.set_hosts(["localhost"])  # taken away in order: nothing is lost
     job.until("elastic: 1 workers from step")
     assert job.end() == 0, job.shown[-4000:]
