@@ -76,6 +76,7 @@ class Job:
         """Read on to a line that starts so, and for `step` has a number of at least `after`."""
         for line in self.process.stdout:
             self.lines.append(line)
+            print(line, end="")  # pytest shows it all where a test fails
             if line.startswith(start) and (start != "step " or int(line.split()[1].split("/")[0]) >= after):
                 return
         raise AssertionError("".join(self.lines)[-4000:])
