@@ -182,30 +182,31 @@ class Loader:
             self._made.put((held.popleft(), None))
 
     def _find_bad(self, work: Work) -> bool:
-        """Decode a batch in halves, and these in halves, on graphs of their own, until the bad images stand alone."""
-
-        def search(rows: NDArray[np.int64]) -> list[int]:
-            if not len(rows) or self._decodes(work.indices[rows]):
-                return []
-            if len(rows) == 1:
-                return rows.tolist()
-            return search(rows[: len(rows) // 2]) + search(rows[len(rows) // 2 :])
-
-        found = search(work.rows)
-        for row in found:
+        """Decode a batch's images one by one; a bad one costs a new graph, as no graph is run again after an error."""
+        decode: Callable[[int], None] | None = None
+        found = False
+        for row in work.rows.tolist():
             index = int(work.indices[row])
-            reason = _why_gone(self._source, index)
-            work.bad[row] = reason or formats.why_unreadable(self._source.read(index).tobytes())
-        return bool(found)
+            decode = decode or self._decoder()
+            try:
+                decode(index)
+            except (RuntimeError, OSError):
+                decode, found = None, True
+                reason = _why_gone(self._source, index)
+                work.bad[row] = reason or formats.why_unreadable(self._source.read(index).tobytes())
+        return found
 
-    def _decodes(self, indices: NDArray[np.int64]) -> bool:
-        once = iter([(self._source.feed(indices),)])
-        how = self._how | {"batch": len(indices), "prefetch": 1}
-        try:
-            decoded(self._source, self._shape[0], lambda: next(once), **how).run()
-        except RuntimeError:
-            return False
-        return True
+    def _decoder(self) -> Callable[[int], None]:
+        """Decodes the image of an index; RuntimeError if that cannot be done, and then it is used up."""
+        waiting: deque[Fed] = deque()
+        how = self._how | {"batch": 1, "prefetch": 1}  # so that a run takes one, and fails over that one
+        pipeline = decoded(self._source, self._shape[0], lambda: waiting.popleft(), **how)
+
+        def decode(index: int) -> None:
+            waiting.append((self._source.feed(np.array([index])),))
+            pipeline.run()
+
+        return decode
 
     def _plain_work(self, indices: NDArray[np.int64]) -> Work:
         """Images and nothing else."""

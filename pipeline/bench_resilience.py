@@ -1,5 +1,6 @@
 """What it costs that nothing is lost: each part timed by itself, as a share of a training step."""
 
+import shutil
 import statistics
 import tempfile
 import time
@@ -66,7 +67,10 @@ def measure(words: list[str], steps: int = STEPS) -> Cost:
             if len(taken) == WARM_UP + steps:
                 break
     step_seconds = statistics.median(taken[WARM_UP:])
-    return Cost(step_seconds, _parts(run, batch, outcome, step_seconds, Path(shared)))
+    cost = Cost(step_seconds, _parts(run, batch, outcome, step_seconds, Path(shared)))
+    if world.rank == 0:
+        shutil.rmtree(shared)
+    return cost
 
 
 def _images(made: Config) -> Source:

@@ -136,8 +136,6 @@ def save(output: Path, state: dict[str, Any], keep: int, milestone: bool) -> Pat
         temporary.rename(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
-        if not target.exists():
-            note.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
     _write(target.parent / "latest", target.name + "\n")

@@ -91,6 +91,7 @@ class _Job(State):
             "model": _copied(run.model.state_dict()),
             "optimizer": _copied(run.optimizer.state_dict()),
             "scaler": run.scaler.state_dict(),
+            "bad_files": dict(run.bad_files),
         }
 
     def restore(self) -> None:
@@ -100,7 +101,7 @@ class _Job(State):
         run.model.load_state_dict(self._kept["model"])
         run.optimizer.load_state_dict(copy.deepcopy(self._kept["optimizer"]))
         run.scaler.load_state_dict(self._kept["scaler"])
-        run.step = self._kept["step"]
+        run.step, run.bad_files = self._kept["step"], dict(self._kept["bad_files"])
 
     def meet_again(self) -> None:
         """Join the workers there are now; ends the process if its host is no longer one of them."""
@@ -158,6 +159,7 @@ class _Job(State):
             "step": run.step,
             "scaler": run.scaler.state_dict(),
             "autocast": run.autocast,
+            "bad_files": run.bad_files,
             "run_id": self._run_id(),
             "resets": self.resets,
         }
@@ -167,7 +169,7 @@ class _Job(State):
         if newcomer and not (self.config.output_path / "journal.jsonl").exists():
             raise InputError(f"output: {self.config.output_path} is not the folder rank 0 writes to; share it")
         run.step, run.autocast, run.resumed_run_id = told["step"], told["autocast"], told["run_id"]
-        self.resets = told["resets"]
+        self.resets, run.bad_files = told["resets"], told["bad_files"]
         run.scaler.load_state_dict(told["scaler"])
         workers.share_state(run.model, run.optimizer)
 

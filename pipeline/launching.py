@@ -260,7 +260,7 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str
     )
     assert process.stdout is not None
     own_words, leader = [], "0"
-    with _signals_passed_to(process) as seen:
+    with process.stdout, _signals_passed_to(process) as seen:
         for line in process.stdout:
             match = PREFIX.match(line)
             if match is None:

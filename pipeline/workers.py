@@ -15,9 +15,15 @@ from typing import Any, NamedTuple, TypeAlias
 from pipeline import watchdog
 from pipeline.cores import cores_are_spare
 
-# Horovod: workers negotiate every so many ms, also with nothing to do. That pause is the floor under every small
-# collective, but a round costs work too: at 0.1 ms, two workers on two cores lost a third of each core to it.
-os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1" if cores_are_spare() else "1")
+if os.environ.get("HOROVOD_ELASTIC") == "1":
+    # Horovod: a value given for either is written into the other's place when hvd.init is called again. Workers that
+    # stayed then fuse other tensors than newcomers do, and Gloo aborts ("length <= op.nbytes"). Its defaults are safe.
+    for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"):
+        os.environ.pop(name, None)
+else:
+    # Horovod: workers negotiate every so many ms, also with nothing to do. That pause is the floor under every small
+    # collective, but a round costs work too: at 0.1 ms, two workers on two cores lost a third of each core to it.
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1" if cores_are_spare() else "1")
 # Horovod: a group of gradients is summed in a buffer of its own. Fused with whatever else is ready, where a tensor lies
 # in the buffer, hence the order in which three workers' parts are added, would depend on timing.
 os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")

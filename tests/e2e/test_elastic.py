@@ -16,7 +16,7 @@ import torch
 from pipeline.samples import write_digits
 
 ROOT = Path(__file__).parents[2]
-STEPS = 120
+STEPS = 90
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,7 @@ class Job:
         """Read on to a line that starts so, and for `step` has a number of at least `after`."""
         for line in self.process.stdout:
             self.lines.append(line)
+            print(line, end="")  # pytest shows it all where a test fails
             if line.startswith(start) and (start != "step " or int(line.split()[1].split("/")[0]) >= after):
                 return
         raise AssertionError("".join(self.lines)[-4000:])
@@ -135,7 +136,7 @@ def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path):
     job.until("elastic: 1 workers from step")
     job.set_hosts(["localhost", "127.0.0.9", here])
     job.until("elastic: 2 workers from step")
-    job.until("step ", 60)
+    job.until("step ", 50)
     job.set_hosts(["localhost"])  # taken away in order: nothing is lost
     job.until("elastic: 1 workers from step")
     assert job.end() == 0, job.shown[-4000:]

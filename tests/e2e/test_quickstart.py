@@ -60,6 +60,10 @@ def test_one_run_in_mlflow_with_everything(done):
     metrics = dict(rows(output, "select key, count(distinct step) from metrics group by key"))
     wanted = ("loss", "on_diag", "off_diag", "lr_weights", "lr_biases", "images_per_second", "data_wait_percent")
     assert all(metrics[key] >= 15 for key in (*wanted, "step_seconds", "epoch"))
+    signs = ("effective_rank", "c_diag_mean", "c_diag_min", "c_off_rms", "c_off_max")
+    assert all(metrics[key] >= 2 for key in signs)
+    ranks = [value for (value,) in rows(output, "select value from metrics where key = 'effective_rank' order by step")]
+    assert all(1 < rank <= 255 for rank in ranks), "z has more than one direction, and no more than the batch has"
     assert metrics["knn_accuracy"] >= 3 and any(key.startswith("system/") for key in metrics)
     losses = [value for (value,) in rows(output, "select value from metrics where key = 'loss' order by step")]
     assert losses[-1] < 0.5 * losses[0]
@@ -71,7 +75,8 @@ def test_the_resolved_config_and_the_pictures_are_artifacts(done):
     assert "lr_weights: 0.002" in (run / "config.yaml").read_text()
     names = [file.name for file in (run / "images").glob("*.png")]
     assert any(name.startswith("views+step+0+") for name in names)
-    assert sum(name.startswith("cross_correlation+step+") for name in names) >= 2
+    for key in ("cross_correlation", "spectrum"):
+        assert sum(name.startswith(f"{key}+step+") for name in names) >= 2
 
 
 def test_the_contact_sheet_shows_two_different_views_of_each_image(done):

@@ -2,8 +2,8 @@
 
 import json
 import os
-import signal
 import sqlite3
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,26 +38,23 @@ def test_a_stalled_rank_ends_the_job_and_is_named(digits, tmp_path, capfd, monke
 def test_a_folder_has_one_owner_and_a_killed_run_does_not_stay_running(digits, tmp_path):  # noqa: F811
     """Cases 14 and 49: a second job is refused, by name; after kill -9 the next start corrects the status."""
     output = tmp_path / "out"
-    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", "-np", "1", "checkpoint.every_steps=2"]
+    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", "checkpoint.every_steps=2"]
     words += [*SHORT[:1], "train.epochs=2000", SHORT[2], "loss.lambd=0.1", "device=cpu"]
-    first = launch(*words)
+    worker = [sys.executable, "-m", "pipeline", "pretrain", *COMMON, *words]
+    first = subprocess.Popen(worker, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         for line in first.stdout:
             if line.startswith("step ") and int(line.split()[1].split("/")[0]) >= 6 and (output / "mlflow.db").exists():
                 if statuses(output) == ["RUNNING"]:
                     break
-        owner = json.loads((output / ".lease").read_text())
         second = launch(*words)
         shown, _ = second.communicate(timeout=200)
-        assert second.returncode == 2 and f"in use by process {owner['pid']} on" in shown.splitlines()[-1], shown
+        assert second.returncode == 2 and f"in use by process {first.pid} on" in shown.splitlines()[-1], shown
     finally:
-        os.kill(owner["pid"], signal.SIGKILL)
+        first.kill()
         first.communicate(timeout=60)
     assert statuses(output) == ["RUNNING"]
-    other = launch(*words, "loss.lambd=0.2")
-    shown, _ = other.communicate(timeout=200)
-    assert other.returncode == 2 and "belongs to another run: loss.lambd was 0.1, is 0.2" in shown.splitlines()[-1], (
-        shown
-    )
-    assert f"taken over from process {owner['pid']} on" in shown
+    other = subprocess.run([*worker, "loss.lambd=0.2"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert other.returncode == 2 and "loss.lambd was 0.1, is 0.2" in other.stderr.splitlines()[-1], other
+    assert f"taken over from process {first.pid} on" in other.stdout
     assert statuses(output) == ["KILLED"] and not (output / ".lease").exists()

@@ -1,15 +1,19 @@
 """What the CPU tests assert, on a GPU: one worker, a few minutes. `./run.sh test-gpu`."""
 
 import copy
+import json
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
-from dali.loader import EvalLoader, TwoViewLoader
+from dali.loader import Batch, EvalLoader, TwoViewLoader
 from dali.order import Shard
 from dali.sources import FolderSource
 from dali.spec import ViewsSpec
-from pipeline import config, pretraining, sync_bn, training
+from pipeline import checkpoint, config, pretraining, sync_bn, training
+from pipeline.guard import Guard
 from pipeline.loss import BarlowTwinsLoss
 from pipeline.samples import write_photographs
 
@@ -183,9 +187,17 @@ def test_a_bad_gradient_masks_the_update_on_the_device(world, photographs, tmp_p
         ],
     )
     run = pretraining.prepare(made, world)
-    before = [p.detach().clone() for p in run.model.parameters()]
+    before = copy.deepcopy(dict(run.model.state_dict()))
     y = torch.randn(16, 3, 64, 64, device="cuda")
-    y[0] = torch.inf
-    training.train_step(run, y, y)
-    for old, new in zip(before, run.model.parameters(), strict=True):
-        torch.testing.assert_close(new.detach(), old, rtol=0, atol=0)
+    y[5] = torch.inf
+    outcome = training.train_step(run, y, y)
+    torch.testing.assert_close(dict(run.model.state_dict()), before, rtol=0, atol=0)
+    guard = Guard(made, run.source, run.model, 0, nullcontext)
+    guard.after_step(1, Batch(y, y, np.arange(16)), outcome.terms, outcome.left_out)
+    assert guard.skipped == 0  # read one step later
+    guard.close()
+    samples = json.loads((tmp_path / "non_finite" / "step_1.json").read_text())["samples"]
+    assert guard.skipped == 1
+    assert [(row["index"], row["view"], row["not_finite"]) for row in samples] == [(5, 1, "pixels"), (5, 2, "pixels")]
+    saved = checkpoint.snapshot(before)
+    assert not any(value.is_cuda for value in saved.values()) and checkpoint.not_finite(before) == []

@@ -97,8 +97,8 @@ def test_neighbours_are_numpys_and_never_the_query():
     for row, query in enumerate((12, 0)):
         cosines = unit @ unit[query]
         others = [i for i in np.argsort(-cosines) if i != query][:8]
-        assert found.nearest[row].tolist() == others
-        np.testing.assert_allclose(found.cosines[row], cosines[others], rtol=1e-5)
+        assert set(found.nearest[row].tolist()) == set(others)
+        np.testing.assert_allclose(found.cosines[row], cosines[others], rtol=1e-5)  # 7 and 12 are equals to all others
     assert found.nearest[0, 0] == 7 and found.cosines[0, 0] == pytest.approx(1)
 
 

@@ -140,6 +140,21 @@ def test_two_that_start_together_do_not_both_get_it(tmp_path):
     assert any("is in use by" in errors for _, errors in shown)
 
 
+def test_who_is_quicker_between_a_look_and_the_taking_has_it(tmp_path, monkeypatch):
+    free = lease._free
+
+    def look(output, job):
+        seen = free(output, job)
+        if not (output / FILE).exists():
+            quicker = Owner("first", "here", os.getppid(), lease._began(os.getppid()), lease._place())
+            (output / FILE).write_text(json.dumps(quicker._asdict()))
+        return seen
+
+    monkeypatch.setattr(lease, "_free", look)
+    with pytest.raises(InputError, match="in use by"):
+        Lease.take(tmp_path, "second")
+
+
 def test_a_run_that_died_is_marked_once(tmp_path):
     journal = tracking.Journal(tmp_path / "journal.jsonl")
     journal.append("start", job="x")

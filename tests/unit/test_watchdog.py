@@ -20,7 +20,7 @@ PRELUDE = """if True:
 
 
 def process(code, folder):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", PRELUDE + code, folder], **pipes)
 
 
@@ -84,6 +84,8 @@ def test_no_false_alarm(tmp_path):
         "with watchdog.phase('checkpoint'): a_function_that_sleeps(1.5)",
         # another worker: it waits in its next step for the one that saves
         "with watchdog.phase('checkpoint'): pass\n    watchdog.enter('step'); a_function_that_sleeps(1.5)",
+        "watchdog.WAITING_FACTOR = 3\n    with watchdog.waiting('vote'): a_function_that_sleeps(1.4)\n"
+        "    a_function_that_sleeps(0.4)",
         "watchdog.stop(); a_function_that_sleeps(1.5)",
     )
     running = [(what, process(f"\n    {what}\n    print('done')\n", tmp_path)) for what in busy]
@@ -108,15 +110,16 @@ def test_an_allowance_ends_with_the_next_step(tmp_path):
 def test_a_process_that_was_stopped_did_not_stall(tmp_path):
     code = """
     watchdog.SPARE_SECONDS = 0.5
+    watchdog.start(1, 2.0)
+    watchdog.stepped(0)
     print("up", flush=True)
-    for _ in range(10):
-        watchdog.beat()
-        a_function_that_sleeps(0.1)
+    sys.stdin.readline()
     """
     running = process(code, tmp_path)
     assert running.stdout.readline() == "up\n"
     running.send_signal(signal.SIGSTOP)
-    time.sleep(2)
+    time.sleep(4)
     running.send_signal(signal.SIGCONT)
-    _, errors = running.communicate(timeout=60)
+    time.sleep(0.5)
+    _, errors = running.communicate("done\n", timeout=60)
     assert running.returncode == 0, errors

@@ -93,7 +93,7 @@ def test_another_image_takes_the_place_the_same_one_for_any_number_of_workers(wo
 
 
 def test_images_repeat_only_when_the_tail_is_used_up(world, broken):
-    config, order = broken([*range(2, 14)], "data.on_bad_file=skip")
+    config, order = broken([*range(2, 14)], "data.on_bad_file=skip")  # twelve; the tail has ten
     run = pretraining.prepare(config, world)
     first, _ = batches(run, 2)
     assert first[0][2:12].tolist() == order[50:].tolist()
@@ -124,6 +124,7 @@ def test_failing_names_the_file_on_all_workers_after_a_checkpoint(world, broken)
     config, order = broken([49], "train.epochs=3")
     with pytest.raises(bad_files.BadFiles, match=rf"^data\.path: '{order[49]:02d}\.png' cannot be read: is no image"):
         pretraining.pretrain(config, world)
+    workers.barrier("saved")
     assert checkpoint.load(checkpoint.path_of(config.output_path, 1))["step"] == 1
     # The same run goes on by the other policy.
     skipping = config.model_copy(update={"data": config.data.model_copy(update={"on_bad_file": "skip"})})
