@@ -50,10 +50,11 @@ class Readable(Generic[Item]):
 
     def __init__(self, run: Job, loader: TrainLoader[Item]) -> None:
         self.wait_seconds = 0.0  # spent in the last `next()` waiting for data
-        self._run, self._loader = run, loader
+        self._run = run
+        self._loader: TrainLoader[Item] = loader
         self._vote = workers.Vote("bad_files")
         loader.known_bad |= run.bad_files
-        self._next = self._look_ahead()
+        self._next: tuple[Item | None, dict[int, str]] = self._look_ahead()
         self._vote.cast(len(self._next[1]))
 
     def __iter__(self) -> Self:

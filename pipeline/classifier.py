@@ -113,6 +113,7 @@ def make_plan(config: Config, section: ClassifierSection, num_samples: int) -> P
     every_epochs, every_steps = config.checkpoint.every_epochs * per_epoch, config.checkpoint.every_steps
     return Plan(
         num_samples=num_samples,
+        num_excluded=0,  # the subset's own list says what was taken
         steps_per_epoch=per_epoch,
         total_steps=total,
         warmup_steps=0,
