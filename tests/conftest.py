@@ -9,6 +9,18 @@ os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when Horovod starts
 from pipeline import workers  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def tracking_settings_stay():
+    """A test that leaves MLflow's settings behind would send later tests' runs to another store."""
+    before = {key: value for key, value in os.environ.items() if key.startswith("MLFLOW_TRACKING")}
+    yield
+    after = {key: value for key, value in os.environ.items() if key.startswith("MLFLOW_TRACKING")}
+    for key in after:
+        del os.environ[key]
+    os.environ.update(before)
+    assert after == before
+
+
 @pytest.fixture(scope="session")
 def world() -> workers.World:
     return workers.start()

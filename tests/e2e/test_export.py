@@ -306,7 +306,7 @@ def test_the_model_is_registered_in_its_store(exported, tmp_path):
     for version in (1, 2):
         code = command.run([*given, "--format", "mlflow", "--to", str(tmp_path / "again"), "--register", "tiny"])
         assert code == 0
-        with tracking_at(mlflow, uri):
+        with tracking_at(uri):
             model = mlflow.pyfunc.load_model(f"models:/tiny/{version}")
             case.check(lambda images, model=model: model.predict(images.numpy()))
     client = mlflow.MlflowClient(uri)
@@ -315,10 +315,7 @@ def test_the_model_is_registered_in_its_store(exported, tmp_path):
 
 
 @contextlib.contextmanager
-def tracking_at(mlflow, uri):
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(uri)
-    try:
+def tracking_at(uri):
+    with pytest.MonkeyPatch.context() as environment:  # mlflow.set_tracking_uri would leave it set for all later tests
+        environment.setenv("MLFLOW_TRACKING_URI", uri)
         yield
-    finally:
-        mlflow.set_tracking_uri(before)
