@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dali import cache
 from dali.errors import InputError
-from dali.interface import SUFFIXES, EncodedSource, Report, silent
+from dali.interface import SUFFIXES, FileSource, Report, silent
 
 CACHE_FROM = 10_000  # files; a smaller folder is listed in less than a second
 REPORT_EVERY = 5_000
@@ -27,14 +27,12 @@ class Listing(NamedTuple):
     ignored: int
 
 
-class FolderSource(EncodedSource):
+class FolderSource(FileSource):
     """Image files below a folder, at any depth, in the byte order of their paths.
 
     Each folder of the first level is a class; where images lie in the top folder itself there are no labels. Hidden
     files and files without an image suffix are counted and passed over. The digest covers relative paths and sizes.
     """
-
-    in_files = True
 
     def __init__(self, path: str | Path, key: str = "data.path", report: Report = silent) -> None:
         """`key` is the config key to name in errors.
@@ -61,20 +59,6 @@ class FolderSource(EncodedSource):
             number = {name: place for place, name in enumerate(folders)}
             self.labels = np.array([number[name.split(b"/", 1)[0]] for name in self._names], np.int64)
             self.classes = [os.fsdecode(name) for name in folders]
-
-    def name(self, index: int) -> str:
-        return os.fsdecode(self._names[index])
-
-    def path(self, index: int) -> Path:
-        """The file, absolute."""
-        return self._root / self.name(index)
-
-    def read(self, index: int) -> NDArray[np.uint8]:
-        return np.fromfile(self.path(index), np.uint8)
-
-    def feed(self, indices: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        root = os.fsencode(self._root)
-        return [np.frombuffer(os.path.join(root, self._names[index]), np.uint8) for index in indices]
 
     def forget(self) -> None:
         _kept_list(self._root).unlink(missing_ok=True)

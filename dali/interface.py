@@ -1,7 +1,9 @@
 """What a source of images is, and the parts that kinds of sources share: arrays, encoded images, joined, less some."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -154,6 +156,28 @@ class EncodedSource(_Settings):
 
     def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._lengths[indices]
+
+
+class FileSource(EncodedSource):
+    """Encoded images in files of their own, which DALI reads itself. A kind fills in `_root` and `_names`."""
+
+    in_files = True
+    _root: Path
+    _names: list[bytes]  # absolute, or relative to the root
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self._names[index])
+
+    def path(self, index: int) -> Path:
+        """The file, absolute."""
+        return self._root / self.name(index)
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        return np.fromfile(self.path(index), np.uint8)
+
+    def feed(self, indices: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        root = os.fsencode(self._root)
+        return [np.frombuffer(os.path.join(root, self._names[index]), np.uint8) for index in indices]
 
 
 class Part(_Settings):

@@ -9,24 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dali.errors import InputError
-from dali.interface import EncodedSource, Report, number_labels, silent
+from dali.interface import FileSource, Report, number_labels, silent
 
 LIST_SUFFIXES = (".jsonl", ".csv")
 REPORT_EVERY = 5_000
 Row = tuple[int, str, str | None]  # line number, path, label
 
 
-class ListSource(EncodedSource):
+class ListSource(FileSource):
     """The image files that a list names, in its order; paths are absolute, or relative to the list file.
 
     Labels are whole numbers or names; either every line has one, or none. The digest covers paths as written, sizes and
     labels.
     """
-
-    in_files = True
 
     def __init__(self, path: str | Path, key: str = "data.path", report: Report = silent) -> None:
         """`key` is the config key to name in errors.
@@ -35,15 +32,14 @@ class ListSource(EncodedSource):
             InputError: naming the line that cannot be understood, or whose file is not there.
         """
         file = Path(path).expanduser().absolute()
-        self._folder = file.parent
+        self._root = file.parent
         rows = list(_rows(file, key))
         if not rows:
             raise InputError(f"{key}: {path} names no images; write one a line")
-        self._names = [name for _, name, _ in rows]
         self._lengths = np.zeros(len(rows), np.int64)
         for place, (line, name, _) in enumerate(rows):
             try:
-                self._lengths[place] = os.stat(self._folder / name).st_size
+                self._lengths[place] = os.stat(self._root / name).st_size
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise InputError(
@@ -51,28 +47,15 @@ class ListSource(EncodedSource):
                 ) from None
             if place % REPORT_EVERY == REPORT_EVERY - 1:
                 report(f"looking up the files of {path}", place + 1, len(rows))
+        self._names = [os.fsencode(name) for _, name, _ in rows]
         labels = [label for _, _, label in rows]
         if any(label is not None for label in labels):
             for line, name, label in rows:
                 if label is None:
                     raise InputError(f"{key}: {path}, line {line}: {name} has no label; give all lines one, or none")
             self.labels, self.classes = number_labels([label for label in labels if label is not None])
-        text = json.dumps([self._names, self._lengths.tolist(), labels])
+        text = json.dumps([[name for _, name, _ in rows], self._lengths.tolist(), labels])
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-    def path(self, index: int) -> Path:
-        """The file, absolute."""
-        return self._folder / self._names[index]
-
-    def read(self, index: int) -> NDArray[np.uint8]:
-        return np.fromfile(self.path(index), np.uint8)
-
-    def feed(self, indices: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        folder = os.fsencode(self._folder)
-        return [np.frombuffer(os.path.join(folder, os.fsencode(self._names[i])), np.uint8) for i in indices]
 
 
 def _rows(file: Path, key: str) -> Iterator[Row]:

@@ -71,6 +71,11 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
     return order
 
 
+def some_of(seed: int, count: int, wanted: int) -> NDArray[np.int64]:
+    """`wanted` of `count` samples, drawn from the seed; in order."""
+    return np.sort(epoch_order(seed, 0, count)[:wanted])
+
+
 def subset_order(seed: int, num_samples: int) -> NDArray[np.int64]:
     """A permutation of `num_samples` indices, keyed by seed, whose first ones are a random part of them."""
     return _permutation(seed, _SUBSET, 0, num_samples)

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dali.loader import EvalLoader, LabelledLoader
+from dali.loader import LabelledLoader
 from dali.order import steps_per_epoch
 from dali.sources import Source
 from dali.spec import JitterSpec, ViewsSpec
-from pipeline import checkpoint, evaluation, progress, schedule, stopping, sync_bn, watchdog, workers
+from pipeline import checkpoint, evaluation, loading, progress, schedule, stopping, sync_bn, watchdog, workers
 from pipeline.bad_files import BadFiles, Readable
 from pipeline.config import ClassifierSection, Config, FinetuneSection
 from pipeline.evaluation import Evaluation
 from pipeline.guard import Buffers
 from pipeline.optim import SGD
 from pipeline.plan import Plan
-from pipeline.pretraining import checkpoints_failed, end_saving, whole_state
-from pipeline.resuming import bad_files, find_state, flat
+from pipeline.pretraining import checkpoints_failed, end_saving, mark_ended, whole_state
+from pipeline.resuming import find_state, flat, restore
 from pipeline.scores import Scores, to_count
 from pipeline.tracking import Tracker
 from pipeline.training import autocast, update
@@ -177,15 +177,9 @@ def resume(training: Training) -> None:
     job = training.job
     digest, stop_step = job.source.digest, training.plan.stop_step
     state = find_state(job.config, job.world.rank, shaping(training), digest, stop_step, f"{job.verb}.epochs")
-    if state is None:
-        return
-    training.model.load_state_dict(state["model"])
-    training.optimizer.load_state_dict(state["optimizer"])
-    if training.scaler.is_enabled() and state["scaler"]:
-        training.scaler.load_state_dict(state["scaler"])
-    training.step, training.resumed_run_id = state["step"], state["run_id"]
-    training.best = state["facts"]["best"]
-    training.bad_files = bad_files(state, digest)
+    if state is not None:
+        restore(training, state)
+        training.best = state["facts"]["best"]
 
 
 def train_step(training: Training, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,17 +207,7 @@ def count(training: Training) -> Scores:
     job, model = training.job, training.model
     scores = Scores(len(job.classes))
     model.eval()
-    with EvalLoader(
-        job.test,
-        job.config.views,
-        channels=job.config.data.channels,
-        batch=job.config.knn.batch,
-        shard=job.world.shard,
-        device=str(job.device),
-        threads=job.threads,
-        dtype=getattr(torch, job.config.precision.dtype),
-        channels_last=job.config.precision.channels_last,
-    ) as loader:
+    with loading.evaluation_loader(job.test, job.config, job.world.shard, job.device, job.threads) as loader:
         for batch in loader:
             watchdog.beat()
             assert batch.labels is not None
@@ -251,18 +235,13 @@ def open_loader(training: Training) -> LabelledLoader:
     return LabelledLoader(
         job.source,
         training_views(config.views, training.section),
-        channels=config.data.channels,
         seed=config.seed,
         global_batch=training.section.batch,
         shard=job.world.shard,
         start_step=training.step,
         stop_step=training.plan.stop_step,
-        device=str(job.device),
-        threads=job.threads,
-        prefetch=config.data.prefetch,
-        dtype=getattr(torch, config.precision.dtype),
-        channels_last=config.precision.channels_last,
         report_bad=True,
+        **loading.settings(config, job.device, job.threads),
     )
 
 
@@ -400,7 +379,6 @@ def run(config: Config, verb: str, world: workers.World, wishes: stopping.Wishes
             evaluation.finish(training.job, tracker, scores, training.step, more, time.monotonic() - began)
     watchdog.enter("end")
     if tracker is not None:
-        reason = stopping.WORDS.get(verdict)
-        tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
+        mark_ended(tracker, verdict)
     workers.barrier("end")
     return verdict

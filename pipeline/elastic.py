@@ -9,7 +9,6 @@ batch and learning rate.
 Everything that talks to other workers happens in `sync` or after it: a newcomer's first word is a survivor's next.
 """
 
-import copy
 import ctypes
 import os
 import threading
@@ -22,7 +21,7 @@ from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from dali.errors import InputError
-from pipeline import pretraining, stopping, watchdog, workers
+from pipeline import checkpoint, pretraining, stopping, watchdog, workers
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.lease import Lease
@@ -88,8 +87,8 @@ class _Job(State):
         assert run is not None
         self._kept = {
             "step": run.step,
-            "model": _copied(run.model.state_dict()),
-            "optimizer": _copied(run.optimizer.state_dict()),
+            "model": checkpoint.snapshot(run.model.state_dict()),
+            "optimizer": checkpoint.snapshot(run.optimizer.state_dict()),
             "scaler": run.scaler.state_dict(),
             "bad_files": dict(run.bad_files),
         }
@@ -99,7 +98,7 @@ class _Job(State):
         run = self.run
         assert run is not None
         run.model.load_state_dict(self._kept["model"])
-        run.optimizer.load_state_dict(copy.deepcopy(self._kept["optimizer"]))
+        run.optimizer.load_state_dict(checkpoint.snapshot(self._kept["optimizer"]))
         run.scaler.load_state_dict(self._kept["scaler"])
         run.step, run.bad_files = self._kept["step"], dict(self._kept["bad_files"])
 
@@ -229,12 +228,3 @@ def _rank_given() -> int:
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     return int(getenv(b"HOROVOD_RANK") or 0)
-
-
-def _copied(value: Any) -> Any:
-    """A copy in the CPU's memory, of tensors in dicts and lists too."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dali.loader import EvalLoader, TwoViewLoader
-from dali.order import Shard, epoch_order
+from dali.loader import TwoViewLoader
+from dali.order import Shard, some_of
 from dali.sources import Source
-from pipeline import diagnostics
+from pipeline import diagnostics, loading
 from pipeline.config import Config
 from pipeline.progress import Counter
 
@@ -41,7 +41,7 @@ def choose_images(num_images: int, wanted: int | None, seed: int) -> NDArray[np.
     """All images, or `wanted` of them that follow from the seed; ascending."""
     if wanted is None or wanted >= num_images:
         return np.arange(num_images, dtype=np.int64)
-    return np.sort(epoch_order(seed, 0, num_images)[:wanted])
+    return some_of(seed, num_images, wanted)
 
 
 @torch.no_grad()
@@ -51,28 +51,13 @@ def embed(
     """The images of `indices` through the backbone, as evaluation sees them, in order."""
     rows: list[NDArray[np.float32]] = []
     count = Counter("embedded", len(indices))
-    with _evaluation(source, config, compute, indices) as loader:
+    with loading.evaluation_loader(source, config, ALONE, *compute, indices, dtype=torch.float32) as loader:
         for batch in loader:
             rows.append(backbone(batch.images).float().cpu().numpy())
             count.add(len(batch.indices))
     labels = None if source.labels is None else source.labels[indices]
     names = [source.name(int(index)) for index in indices]
     return Embeddings(np.concatenate(rows), labels, indices, names, source.classes)
-
-
-def _evaluation(source: Source, config: Config, compute: Compute, indices: NDArray[np.int64]) -> EvalLoader:
-    return EvalLoader(
-        source,
-        config.views,
-        channels=config.data.channels,
-        batch=config.knn.batch,
-        shard=ALONE,
-        indices=indices,
-        device=str(compute.device),
-        threads=compute.threads,
-        dtype=torch.float32,
-        channels_last=config.precision.channels_last,
-    )
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------
@@ -149,7 +134,7 @@ def find_neighbours(x: NDArray[np.float32], queries: NDArray[np.int64], k: int) 
 
 def load_images(source: Source, config: Config, compute: Compute, indices: NDArray[np.int64]) -> NDArray[np.float32]:
     """(N, C, S, S) of the images as the network sees them, in the order of `indices`."""
-    with _evaluation(source, config, compute, indices) as loader:
+    with loading.evaluation_loader(source, config, ALONE, *compute, indices, dtype=torch.float32) as loader:
         return np.concatenate([batch.images.cpu().numpy() for batch in loader])
 
 
@@ -167,14 +152,11 @@ def embed_views(
     with TwoViewLoader(
         source,
         config.views,
-        channels=config.data.channels,
         seed=config.seed,
         global_batch=batch,
         shard=ALONE,
         stop_step=num_images // batch,
-        device=str(compute.device),
-        threads=compute.threads,
-        channels_last=config.precision.channels_last,
+        **(loading.settings(config, *compute) | {"dtype": torch.float32}),
     ) as loader:
         for views in loader:
             rows1.append(model(views.y1).float())

@@ -6,7 +6,6 @@ samples are permuted within each batch, which shows what rounding alone does to 
 """
 
 import copy
-import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from dali.loader import Batch
 from dali.sources import open_source
-from pipeline import config, pretraining, training, workers
+from pipeline import config, pretraining, schedule, training, workers
 from pipeline.config import Config
 from pipeline.launching import KEEP_MEMORY
 from pipeline.plan import make_plan
@@ -31,6 +30,8 @@ BOUNDS = {
     "float32": {"loss": 1e-4, "statistics": 1e-4, "gradient": 2e-2},
 }
 CONTROL_FACTOR = 10
+# What the job needs: process sets made while it runs, and memory that stays mapped
+ENVIRONMENT = KEEP_MEMORY | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 class Row(NamedTuple):
@@ -170,8 +171,6 @@ class _Comparison:
 
     def _step(self, run: Run, batch: Batch) -> dict[str, Tensor]:
         """Loss, running statistics and summed gradient of a step, up to the update."""
-        from pipeline import schedule
-
         plan = self.plan
         schedule.set_lr(run.optimizer, run.step, plan.warmup_steps, plan.total_steps, self.made.schedule.final_factor)
         run.gradients.start()
@@ -253,8 +252,3 @@ def table(rows: list[Row]) -> str:
         words += [row.bound, "" if row.measure == "control" else "kept" if row.kept else "EXCEEDED"]
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
-
-
-def environment() -> dict[str, str]:
-    """What the job needs: process sets made while it runs, one core a worker, and memory that stays mapped."""
-    return os.environ | KEEP_MEMORY | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "OMP_NUM_THREADS": "1"}

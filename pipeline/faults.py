@@ -209,21 +209,21 @@ def state(output: Path) -> dict[str, Any]:
     }
 
 
-def workers_of(output: Path) -> dict[int, int]:
-    """Process id of each rank that works on `output`."""
+def workers_of(output: Path, by: str = "HOROVOD_RANK") -> dict[str, int]:
+    """Process id of each worker on `output`, by its rank at the start, or by another of Horovod's variables."""
     found = subprocess.run(
         ["pgrep", "-f", "--", f"-m pipeline pretrain.*{output}"], capture_output=True, text=True
     ).stdout
-    ranks = {}
+    found_by = {}
     for pid in map(int, found.split()):
         with contextlib.suppress(OSError):
             environment = dict(
                 pair.split(b"=", 1) for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in pair
             )
             program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-            if b"HOROVOD_RANK" in environment and b"python" in program:
-                ranks[int(environment[b"HOROVOD_RANK"])] = pid
-    return ranks
+            if by.encode() in environment and b"python" in program:
+                found_by[environment[by.encode()].decode()] = pid
+    return found_by
 
 
 # --- The faults: each breaks one run and says what came of it ---------------------------------------------------------
@@ -233,7 +233,7 @@ def kill_a_rank(bench: Bench, rng: random.Random) -> Outcome:
     output = bench.new_output()
     launch = Launch(bench.words(output))
     launch.step(rng.randint(2, STEPS - 4))
-    rank = rng.choice([0, 1])
+    rank = rng.choice("01")
     os.kill(workers_of(output)[rank], signal.SIGKILL)
     since = time.monotonic()
     code, at = launch.end(), launch.last_step
@@ -320,7 +320,7 @@ def stalled_rank(bench: Bench, rng: random.Random) -> Outcome:
         {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10"},
     )
     launch.step(rng.randint(2, STEPS - 4))
-    rank = rng.choice([0, 1])
+    rank = rng.choice("01")
     stopped = workers_of(output)[rank]
     os.kill(stopped, signal.SIGSTOP)
     since = time.monotonic()
@@ -342,12 +342,11 @@ def data_gone(bench: Bench, rng: random.Random) -> Outcome:
     copy.rename(copy.with_suffix(".away"))
     since = time.monotonic()
     code = launch.end()
-    named = str(copy) in launch.text or "digits" in launch.text.splitlines()[-1]
+    named = launch.text.splitlines()[-1].startswith("error: data.path: '")
     copy.with_suffix(".away").rename(copy)
-    outcome = bench.recover(
-        output, launch.last_step, since, "the file is named, exit 1; started again", f"data.path={copy}/train"
-    )
-    return outcome._replace(wrong=outcome.wrong + (code == 0) + (not named))
+    what = "a file is named, all save and end, exit 2; started again"
+    outcome = bench.recover(output, launch.last_step, since, what, f"data.path={copy}/train")
+    return outcome._replace(wrong=outcome.wrong + (code != 2) + (not named))
 
 
 class _Server(http.server.BaseHTTPRequestHandler):

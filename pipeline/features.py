@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dali.loader import EvalLoader
 from dali.order import Shard
 from dali.sources import Source
 from pipeline import watchdog
 from pipeline.config import Config
+from pipeline.loading import evaluation_loader
 from pipeline.model import Backbone
 
 
@@ -41,18 +41,7 @@ def extract(
     was_training = backbone.training
     backbone.eval()
     rows, labels = [], []
-    with EvalLoader(
-        source,
-        config.views,
-        channels=config.data.channels,
-        batch=config.knn.batch,
-        shard=shard,
-        indices=indices,
-        device=str(device),
-        threads=threads,
-        dtype=getattr(torch, config.precision.dtype),
-        channels_last=config.precision.channels_last,
-    ) as loader:
+    with evaluation_loader(source, config, shard, device, threads, indices) as loader:
         for batch in loader:
             watchdog.beat()
             rows.append(backbone(_filled(batch.images, config.knn.batch)).float()[: len(batch.images)].cpu())

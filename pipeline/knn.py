@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dali.order import epoch_order
+from dali.order import some_of
 from pipeline import workers
 from pipeline.config import Config
 from pipeline.features import Features
@@ -26,7 +26,7 @@ def bank_indices(config: Config, num_samples: int) -> NDArray[np.int64] | None:
     size = config.knn.bank_size
     if size is None or size >= num_samples:
         return None
-    return np.sort(epoch_order(config.seed, 0, num_samples)[:size])
+    return some_of(config.seed, num_samples, size)
 
 
 def predict(

@@ -236,9 +236,14 @@ def run_filtered(command: list[str], environment: dict[str, str], output: Path) 
     return failure.exit_code
 
 
-def run_plainly(command: list[str], environment: dict[str, str]) -> int:
-    """Run horovodrun for a job without an output folder; returns 0 or 1."""
-    code, own_words, _ = _run(command, environment)
+def run_again_with_workers(count: int, words: list[str], environment: dict[str, str]) -> int:
+    """Run `python -m pipeline` with these words as a job of `count` workers of one thread each, without an output
+    folder; returns 0 or 1.
+    """
+    program = [sys.executable, "-m", "pipeline", *words]
+    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(count), *program]
+    ours = {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    code, own_words, _ = _run(command, os.environ | environment | ours)
     if code != 0:
         sys.stderr.writelines(own_words[-5:])
     return min(code, 1)

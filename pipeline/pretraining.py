@@ -43,7 +43,7 @@ from pipeline.loss import BarlowTwinsLoss
 from pipeline.model import Backbone, BarlowTwins, autocast_dtype, build_model
 from pipeline.optim import build_optimizer
 from pipeline.plan import Plan, describe, make_plan
-from pipeline.resuming import bad_files, find_state, shaping
+from pipeline.resuming import find_state, restore, shaping
 from pipeline.tracking import Tracker
 from pipeline.training import Outcome, Run
 from pipeline.weights import RANDOM, backbone_state, load_backbone_weights
@@ -253,14 +253,8 @@ def resume(run: Run) -> None:
         InputError: as `resuming.find_state`.
     """
     state = find_state(run.config, run.world.rank, shaping(run.config), run.source.digest, run.plan.stop_step)
-    if state is None:
-        return
-    run.model.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
-    if run.scaler.is_enabled() and state["scaler"]:
-        run.scaler.load_state_dict(state["scaler"])
-    run.step, run.resumed_run_id = state["step"], state["run_id"]
-    run.bad_files = bad_files(state, run.source.digest)
+    if state is not None:
+        restore(run, state)
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -446,10 +440,15 @@ def leave(run: Run, duties: Duties, verdict: int) -> None:
     """End the record, and write what the run hands over."""
     watchdog.enter("end")
     if duties.tracker is not None:
-        reason = stopping.WORDS.get(verdict)
-        duties.tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
+        mark_ended(duties.tracker, verdict)
         _finish(run, duties, duties.tracker, verdict)
     workers.barrier("end")
+
+
+def mark_ended(tracker: Tracker, verdict: int) -> None:
+    """Say in the record of a run that ended in order whether it is done, or why it was stopped."""
+    reason = stopping.WORDS.get(verdict)
+    tracker.end("KILLED" if stopping.EXIT_CODES[verdict] else "FINISHED", reason and f"stopped by {reason}")
 
 
 def mark_failed(tracker: Tracker | None, config: Config, error: BaseException) -> None:

@@ -1,8 +1,11 @@
 """What makes two runs the same one, and the checkpoint from which a run goes on."""
 
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from dali.errors import InputError
+from dali.interface import Source
 from pipeline import checkpoint, workers
 from pipeline.config import Config
 
@@ -84,8 +87,33 @@ def find_state(
     return state
 
 
-def bad_files(state: dict[str, Any], digest: str) -> dict[int, str]:
-    """Images that were found to be bad before the checkpoint, by index, and why; none where they are other images."""
-    if state["facts"]["digest"] != digest:
-        return {}
-    return {int(index): reason for index, reason in state["bad_files"].items()}
+class Resumable(Protocol):
+    """What a checkpoint is put back into."""
+
+    step: int
+    resumed_run_id: str | None
+    bad_files: dict[int, str]
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler: ...
+
+
+def restore(run: Resumable, state: dict[str, Any]) -> None:
+    """Put the content of a checkpoint into a run that was built anew."""
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    if run.scaler.is_enabled() and state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
+    run.step, run.resumed_run_id = state["step"], state["run_id"]
+    # Those found to be bad before have other indices where the images are others
+    same = state["facts"]["digest"] == run.source.digest
+    run.bad_files = {int(index): reason for index, reason in state["bad_files"].items()} if same else {}

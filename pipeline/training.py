@@ -12,7 +12,7 @@ from torch import Tensor
 from dali.loader import Batch, TwoViewLoader
 from dali.order import worker_positions
 from dali.sources import Source
-from pipeline import schedule, stopping, watchdog, workers
+from pipeline import loading, schedule, stopping, watchdog, workers
 from pipeline.bad_files import Readable
 from pipeline.config import Config
 from pipeline.guard import Buffers, Guard
@@ -157,19 +157,14 @@ def open_loader(run: Run, report_bad: bool = False) -> TwoViewLoader:
     return TwoViewLoader(
         run.source,
         config.views,
-        channels=config.data.channels,
         seed=config.seed,
         global_batch=config.train.global_batch,
         micro_batches=config.train.micro_batches,
         shard=run.world.shard,
         start_step=run.step,
         stop_step=run.plan.stop_step,
-        device=str(run.device),
-        threads=run.threads,
-        prefetch=config.data.prefetch,
-        dtype=getattr(torch, config.precision.dtype),
-        channels_last=config.precision.channels_last,
         report_bad=report_bad,
+        **loading.settings(config, run.device, run.threads),
     )
 
 

@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from dali.errors import InputError
-from pipeline.launching import ROOT, run_plainly
+from pipeline.launching import run_again_with_workers
 
 
 def run(args: list[str]) -> int:
@@ -34,7 +33,7 @@ def run(args: list[str]) -> int:
     resilience.add_argument("words", nargs="*", metavar="key.path=value", help="of configs/fashion_mnist.yaml")
     options = parser.parse_args(args)
     if "HOROVOD_RANK" not in os.environ and getattr(options, "np", 1) > 1:
-        return _with_workers(options.np, args)
+        return run_again_with_workers(options.np, ["bench", *args], {})
     kinds = {"autocast": _autocast, "combine": _combine, "micro-batches": _micro_batches, "resilience": _resilience}
     return kinds[options.what](options)
 
@@ -58,13 +57,6 @@ def _autocast(options: argparse.Namespace) -> int:
             flush=True,
         )
     return 0
-
-
-def _with_workers(count: int, args: list[str]) -> int:
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    command = [horovodrun, "-np", str(count), sys.executable, "-m", "pipeline", "bench", *args]
-    ours = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    return run_plainly(command, os.environ | ours)
 
 
 def _combine(options: argparse.Namespace) -> int:

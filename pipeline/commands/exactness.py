@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from pipeline import exactness
-from pipeline.launching import ROOT
+from pipeline.launching import run_again_with_workers
 
 
 def run(args: list[str]) -> int:
@@ -22,12 +21,7 @@ def run(args: list[str]) -> int:
     options = parser.parse_args(args)
     sizes = tuple(sorted({1, *map(int, options.workers.split(","))}))
     if "HOROVOD_RANK" not in os.environ and max(sizes) > 1:
-        horovodrun = str(Path(sys.executable).parent / "horovodrun")
-        command = [horovodrun, "-np", str(max(sizes)), sys.executable, "-m", "pipeline", "exactness", *args]
-        environment = exactness.environment() | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        from pipeline.launching import run_plainly
-
-        return run_plainly(command, environment)
+        return run_again_with_workers(max(sizes), ["exactness", *args], exactness.ENVIRONMENT)
     rows = exactness.measure(
         exactness.Options(
             sizes,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.faults import workers_of
 from pipeline.samples import write_digits
 
 ROOT = Path(__file__).parents[2]
@@ -91,22 +92,6 @@ class Job:
         return "".join(self.lines)
 
 
-def worker(output, host):
-    """Process id of the worker that horovodrun started under a host's name."""
-    found = subprocess.run(
-        ["pgrep", "-f", "--", f"-m pipeline pretrain.*{output}"], capture_output=True, text=True
-    ).stdout
-    for pid in found.split():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"HOROVOD_HOSTNAME={host}".encode() in environment and b"python" in command.split(b"\0")[0]:
-            return int(pid)
-    raise AssertionError(f"no worker on {host}")
-
-
 def weights(output):
     newest = max((output / "checkpoints").glob("step_*.pt"))
     state = torch.load(newest, weights_only=True)
@@ -128,7 +113,7 @@ def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path):
     job = Job(tmp_path, words(digits, output), ["localhost", "127.0.0.1"])
     job.until("step ", 12)
     lost_at = time.monotonic()
-    os.kill(worker(output, "127.0.0.1"), signal.SIGKILL)
+    os.kill(workers_of(output, "HOROVOD_HOSTNAME")["127.0.0.1"], signal.SIGKILL)
     job.until("elastic: 1 workers from step")
     assert time.monotonic() - lost_at < 60
     job.until("step ", 20)
