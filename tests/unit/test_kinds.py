@@ -157,6 +157,11 @@ def test_the_digest_tells_changed_images_and_labels(paths, tmp_path):
     write_tar(tmp_path / "one.tar", [*files[1:], files[0]], tmp_path)
     assert digest(paths["tar"]) != before["tar"], "the order is another"
     assert digest(paths["lists"]) != digest(paths["lists"][::-1])
+    named = json.loads(Path(paths["jsonl"]).read_text().splitlines()[0])["path"]
+    changed = digest(paths["jsonl"])
+    with (Path(paths["jsonl"]).parent / named).open("ab") as file:
+        file.write(b" ")
+    assert digest(paths["jsonl"]) != changed, "a file that a list names has another length"
 
 
 def test_shards_are_indexed_once_and_anew_when_they_change(paths, tmp_path, monkeypatch):
