@@ -16,14 +16,12 @@ import time
 from typing import Any
 
 import horovod.torch as hvd
-import torch
 from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from dali.errors import InputError
 from pipeline import checkpoint, pretraining, stopping, watchdog, workers
 from pipeline.config import Config
-from pipeline.cores import threads_per_worker
 from pipeline.lease import Lease
 from pipeline.training import Run
 
@@ -127,9 +125,7 @@ class _Job(State):
         self.resets += 1
         run.gradients.forget()
         run.world = workers.place()
-        if self.config.data.threads is None:
-            run.threads = threads_per_worker(run.world.local_size)
-            torch.set_num_threads(run.threads)
+        run.threads = pretraining.set_up_torch(self.config, run.world, run.device)
 
     def sync(self) -> None:
         """All workers, old and new, hold rank 0's state afterwards.

@@ -74,7 +74,13 @@ def parse(args: list[str]) -> argparse.Namespace:
     if getattr(options, "cached", False):
         options.overrides.append("probe.cached=true")
     stray = [word for word in options.overrides if "=" not in word]
-    if (options.max_np or options.host_discovery_script or options.reset_limit) and options.min_np is None:
+    only_elastic = (
+        options.max_np,
+        options.host_discovery_script,
+        options.reset_limit,
+        options.blacklist_cooldown_range,
+    )
+    if any(only_elastic) and options.min_np is None:
         raise InputError("--min-np: is needed where workers may come and go; give the fewest to go on with")
     if options.min_np is not None and verb != "pretrain":
         raise InputError(f"--min-np: only workers of pretrain may come and go; leave it out for {verb}")

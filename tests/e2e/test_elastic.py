@@ -163,6 +163,7 @@ def test_sigterm_to_all_saves_and_the_next_launch_goes_on(digits, tmp_path):
     ("arguments", "said"),
     [
         (["--max-np", "2"], "--min-np"),
+        (["--blacklist-cooldown-range", "10", "20"], "--min-np"),
         (["--min-np", "3", "--max-np", "2", "-H", "localhost:4"], "must rise"),
         (["--min-np", "1"], "--host-discovery-script"),
         (["--min-np", "1", "--host-discovery-script", "/no/such/file"], "/no/such/file"),
