@@ -31,10 +31,18 @@ def run(args: list[str]) -> int:
     resilience.add_argument("-np", type=int, default=1, metavar="N", help="workers (1)")
     resilience.add_argument("--steps", type=int, default=40, metavar="N", help="training steps that are timed (40)")
     resilience.add_argument("words", nargs="*", metavar="key.path=value", help="of configs/fashion_mnist.yaml")
+    elastic = verbs.add_parser("elastic", help="a run whose workers come and go, laid over one of one worker")
+    elastic.add_argument("--write", type=Path, metavar="FOLDER", help="also write elastic.md and elastic.png there")
     options = parser.parse_args(args)
     if "HOROVOD_RANK" not in os.environ and getattr(options, "np", 1) > 1:
         return run_again_with_workers(options.np, ["bench", *args], {})
-    kinds = {"autocast": _autocast, "combine": _combine, "micro-batches": _micro_batches, "resilience": _resilience}
+    kinds = {
+        "autocast": _autocast,
+        "combine": _combine,
+        "elastic": _elastic,
+        "micro-batches": _micro_batches,
+        "resilience": _resilience,
+    }
     return kinds[options.what](options)
 
 
@@ -69,6 +77,18 @@ def _combine(options: argparse.Namespace) -> int:
         if options.write:
             bench_combine.figure(rows, options.write / "combine.png")
             (options.write / "combine.md").write_text(text + "\n")
+    return 0
+
+
+def _elastic(options: argparse.Namespace) -> int:
+    from pipeline import bench_elastic
+
+    found = bench_elastic.measure(lambda text: print(text, flush=True))
+    text = bench_elastic.table(found)
+    print(text, flush=True)
+    if options.write:
+        bench_elastic.figure(found, options.write / "elastic.png")
+        (options.write / "elastic.md").write_text(text + "\n")
     return 0
 
 

@@ -5,23 +5,24 @@ from pathlib import Path
 
 from dali.errors import InputError
 from pipeline import faults
+from pipeline.fault_kinds import FAULTS
 
 
 def run(args: list[str]) -> int:
     """Print a row as soon as its fault is done."""
     parser = argparse.ArgumentParser(prog="./run.sh faults", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="FAULT", help=f"default: all. {'; '.join(faults.FAULTS)}")
+    parser.add_argument("names", nargs="*", metavar="FAULT", help=f"default: all. {'; '.join(FAULTS)}")
     parser.add_argument("--times", type=int, default=1, metavar="N", help="with N different seeds each")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to a file")
     options = parser.parse_args(args)
-    unknown = [name for name in options.names if name not in faults.FAULTS]
+    unknown = [name for name in options.names if name not in FAULTS]
     if unknown:
-        raise InputError(f"{unknown[0]}: is no fault; one of: {'; '.join(faults.FAULTS)}")
-    names = options.names or list(faults.FAULTS)
+        raise InputError(f"{unknown[0]}: is no fault; one of: {'; '.join(FAULTS)}")
+    names = options.names or list(FAULTS)
     lines = [faults.HEADER]
     print(faults.HEADER, flush=True)
     wrong = 0
-    for row in faults.run(names, dict.fromkeys(names, options.times)):
+    for row in faults.run({name: FAULTS[name] for name in names}, options.times):
         lines.append(faults.table_line(row))
         print(lines[-1], flush=True)
         wrong += row.wrong

@@ -6,15 +6,15 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.faults import workers_of
+from pipeline.__main__ import main
 from pipeline.samples import write_digits
+from pipeline.watched_jobs import ElasticLaunch, workers_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = 90
@@ -46,52 +46,6 @@ def words(digits, output):
     ]
 
 
-class Job:
-    """`./run.sh pretrain` with hosts that the test changes; all of them are this machine under different names."""
-
-    def __init__(self, tmp_path, arguments, hosts):
-        self.hosts = tmp_path / "hosts"
-        self.set_hosts(hosts)
-        script = tmp_path / "discover.sh"
-        script.write_text(f"#!/bin/sh\ncat {self.hosts}\n")
-        script.chmod(0o755)
-        elastic = ["--min-np", "1", "--max-np", "4", "-np", str(len(hosts)), "--network-interface", "lo"]
-        self.process = subprocess.Popen(
-            ["./run.sh", "pretrain", *arguments, *elastic, "--host-discovery-script", str(script)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines = []
-        self.watchdog = threading.Timer(400, lambda: os.killpg(self.process.pid, signal.SIGKILL))
-        self.watchdog.start()
-
-    def set_hosts(self, names):
-        whole = self.hosts.with_suffix(".new")
-        whole.write_text("".join(f"{name}:1\n" for name in names))
-        whole.rename(self.hosts)
-
-    def until(self, start, after=0):
-        """Read on to a line that starts so, and for `step` has a number of at least `after`."""
-        for line in self.process.stdout:
-            self.lines.append(line)
-            print(line, end="")  # pytest shows it all where a test fails
-            if line.startswith(start) and (start != "step " or int(line.split()[1].split("/")[0]) >= after):
-                return
-        raise AssertionError("".join(self.lines)[-4000:])
-
-    def end(self):
-        self.lines += list(self.process.stdout)
-        self.watchdog.cancel()
-        return self.process.wait()
-
-    @property
-    def shown(self):
-        return "".join(self.lines)
-
-
 def weights(output):
     newest = max((output / "checkpoints").glob("step_*.pt"))
     state = torch.load(newest, weights_only=True)
@@ -110,21 +64,21 @@ def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     here = socket.gethostname()
-    job = Job(tmp_path, words(digits, output), ["localhost", "127.0.0.1"])
-    job.until("step ", 12)
+    job = ElasticLaunch(words(digits, output), tmp_path, ["localhost", "127.0.0.1"])
+    job.step(12)
     lost_at = time.monotonic()
     os.kill(workers_of(output, "HOROVOD_HOSTNAME")["127.0.0.1"], signal.SIGKILL)
     job.until("elastic: 1 workers from step")
     assert time.monotonic() - lost_at < 60
-    job.until("step ", 20)
+    job.step(20)
     job.set_hosts(["localhost", "127.0.0.9"])  # where no ssh answers
     job.until("elastic: 1 workers from step")
     job.set_hosts(["localhost", "127.0.0.9", here])
     job.until("elastic: 2 workers from step")
-    job.until("step ", 50)
+    job.step(50)
     job.set_hosts(["localhost"])  # taken away in order: nothing is lost
     job.until("elastic: 1 workers from step")
-    assert job.end() == 0, job.shown[-4000:]
+    assert job.end() == 0, job.text[-4000:]
     step, found = weights(output)
     expected_step, expected = weights(straight)
     assert step == expected_step == STEPS
@@ -148,15 +102,15 @@ def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path):
 
 def test_sigterm_to_all_saves_and_the_next_launch_goes_on(digits, tmp_path):
     output = tmp_path / "out"
-    job = Job(tmp_path, words(digits, output), ["localhost", "127.0.0.1"])
-    job.until("step ", 6)
+    job = ElasticLaunch(words(digits, output), tmp_path, ["localhost", "127.0.0.1"])
+    job.step(6)
     job.process.send_signal(signal.SIGTERM)
-    assert job.end() == 75, job.shown[-3000:]
+    assert job.end() == 75, job.text[-3000:]
     stopped = json.loads((output / "summary.json").read_text())["step"]
     assert 6 <= stopped < STEPS
-    job = Job(tmp_path, [*words(digits, output), f"train.stop_after_steps={stopped + 3}"], ["localhost"])
-    assert job.end() == 0, job.shown[-3000:]
-    assert f"resuming at step {stopped}" in job.shown
+    job = ElasticLaunch([*words(digits, output), f"train.stop_after_steps={stopped + 3}"], tmp_path, ["localhost"])
+    assert job.end() == 0, job.text[-3000:]
+    assert f"resuming at step {stopped}" in job.text
 
 
 @pytest.mark.parametrize(
@@ -170,8 +124,7 @@ def test_sigterm_to_all_saves_and_the_next_launch_goes_on(digits, tmp_path):
         (["--min-np", "1", "--max-np", "64", "-H", "localhost:64"], "--max-np 64"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(digits, tmp_path, arguments, said):
-    done = subprocess.run(
-        ["./run.sh", "pretrain", *words(digits, tmp_path), *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_be_is_refused_in_one_line(digits, tmp_path, arguments, said, capfd):
+    assert main(["launch", *words(digits, tmp_path), *arguments]) == 2
+    shown = capfd.readouterr().err
+    assert said in shown and shown.count("\n") == 1
