@@ -103,9 +103,9 @@ def notes(config):
 @pytest.mark.parametrize("verb", ["probe", "finetune"])
 def test_a_classifier_leaves_the_step_out_and_names_the_sample(world, evaluated, verb, monkeypatch, capfd):  # noqa: F811
     """All workers, in the same step: also where the others' own losses are finite."""
-    config = evaluated(verb, f"{verb}.batch=25", f"{verb}.epochs=1", "train.stop_after_steps=3")
+    config = evaluated(verb, f"{verb}.batch=25", f"{verb}.epochs=1", "train.stop_after_steps=4")
     made = classifier.build(evaluation.prepare(config, verb, world))
-    monkeypatch.setattr(classifier, "Readable", spoiled(2))
+    monkeypatch.setattr(classifier, "Readable", spoiled(2, 4))  # the last one is judged after the loop
     seen = []
     train_step = classifier.train_step
 
@@ -117,11 +117,11 @@ def test_a_classifier_leaves_the_step_out_and_names_the_sample(world, evaluated,
         return _, left_out
 
     monkeypatch.setattr(classifier, "train_step", kept)
-    assert classifier.fit(made, None, None) == stopping.GO_ON and made.step == 3
-    assert seen == [(0, False), (1, True), (0, False)]
+    assert classifier.fit(made, None, None) == stopping.GO_ON and made.step == 4
+    assert seen == [(0, False), (1, True), (0, False), (1, True)]
     assert not checkpoint.not_finite(made.model.state_dict())
     if world.rank == 0:
-        assert notes(config) == ["step_2.json"]
+        assert notes(config) == ["step_2.json", "step_4.json"]
         found = json.loads((config.output_path / "non_finite" / "step_2.json").read_text())
         whole = step_indices(config.seed, 1, len(made.source), 25)
         (sample,) = found["samples"]
