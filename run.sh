@@ -16,6 +16,7 @@ usage() {
   check-data   PATH | CONFIG   decode every image, name the bad ones, and write them into a list to exclude
   features     RUN [key.path=value ...]   embeddings as a file, a map, nearest neighbours, signs of collapse
   export       RUN [key.path=value ...]   the backbone for other tools: safetensors, ONNX, torch.export, MLflow, ...
+  results      OUTPUT... | --experiment NAME [--write FILE.md]   runs side by side, with how their backbones were judged
   doctor       check every part of the installation
   ui           [OUTPUT] open MLflow on a run's results, on this machine only
   sync-tracking OUTPUT   send what a tracking server missed
@@ -84,7 +85,7 @@ case "$verb" in
     "" | help | -h | --help) usage ;;
     setup) setup ;;
     pretrain | probe | finetune | knn) ensure; pipeline launch --verb "$verb" "$@" ;;
-    quickstart | check-data | features | export | doctor | exactness | faults | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
+    quickstart | check-data | features | export | results | doctor | exactness | faults | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
     lint)
         ensure
         .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy ;;

@@ -17,6 +17,7 @@ VERBS = {
     "check-data": "decode every image, name the bad ones, and write them into a list to exclude",
     "features": "embeddings of images as a file, pictures of them, signs of collapse",
     "export": "hand the backbone over in other tools' formats",
+    "results": "a table of runs, with what their backbones were found to be worth",
     "doctor": "check every part of the installation",
     "exactness": "how equal runs on 1, 2, 3, 4 workers are",
     "faults": "break runs in the ways clusters do, and compare what comes of it",

@@ -5,6 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,14 +92,14 @@ def _parts(run: Run, batch: Batch, outcome: Outcome, step_seconds: float, folder
     values = {f"metric_{index}": 1.0 / 3 for index in range(12)}
     host = HostMetrics(folder)
     held = lease.Lease.take(folder, "bench") if run.world.rank == 0 else None
-    guard = Guard(made, run.source, run.model, run.world.rank, None)
+    guard = Guard(made, run.source, run.model.backbone, run.world.rank, nullcontext, made.train.global_batch)
     seconds_as_steps = 1 / step_seconds
 
     def flags() -> None:
         run.buffers.keep()
         left_out = run.gradients.not_finite(outcome.terms.loss)
         run.buffers.restore(left_out)
-        guard.after_step(run.step, batch, outcome.terms, left_out)
+        guard.after_step(run.step, batch, outcome.terms._asdict(), left_out)
 
     def watched() -> None:
         watchdog.enter("step")

@@ -24,7 +24,7 @@ from pipeline import checkpoint, evaluation, loading, progress, schedule, stoppi
 from pipeline.bad_files import BadFiles, Readable
 from pipeline.config import ClassifierSection, Config, FinetuneSection
 from pipeline.evaluation import Evaluation
-from pipeline.guard import Buffers
+from pipeline.guard import Buffers, Guard
 from pipeline.optim import SGD
 from pipeline.plan import Plan
 from pipeline.pretraining import checkpoints_failed, end_saving, mark_ended, whole_state
@@ -194,8 +194,10 @@ def train_step(training: Training, images: Tensor, labels: Tensor) -> tuple[Tens
     wide = torch.promote_types(logits.dtype, torch.float32)
     loss = cross_entropy(logits.to(wide), labels, reduction="sum") / training.section.batch
     training.scaler.scale(loss).backward()
-    # A worker's own loss must not decide: only the summed gradients are equal on all
-    left_out = update(training.optimizer, training.gradients, training.scaler, torch.zeros_like(loss))
+    # A worker's own loss must not decide. The summed gradients are equal on all, but in fp16 they may merely overflow
+    whole = loss.detach().clone()
+    whole = workers.sum_(whole, "classifier.whole_loss") if training.scaler.is_enabled() else whole.zero_()
+    left_out = update(training.optimizer, training.gradients, training.scaler, whole)
     training.buffers.restore(left_out)
     training.step += 1
     return loss.detach(), left_out
@@ -297,13 +299,25 @@ def write(training: Training, name: str) -> None:
 
 
 def fit(training: Training, tracker: Tracker | None, wishes: stopping.Wishes | None) -> int:
-    """Train to `plan.stop_step`; returns stopping.GO_ON, or why all workers ended earlier, after the same step."""
+    """Train to `plan.stop_step`; returns stopping.GO_ON, or why all workers ended earlier, after the same step.
+
+    Raises:
+        RuntimeError: by all workers alike, if gradients are not finite (`train.on_non_finite`).
+    """
     job, plan, verdict = training.job, training.plan, stopping.GO_ON
     config, vote = job.config, workers.Vote()
     rates = progress.Progress(plan, training.section.batch, training.step)
     started, limit = time.monotonic(), config.train.max_minutes
     losses: list[Tensor] = []
-    skipped = torch.zeros((), device=job.device)
+    guard = Guard(
+        config,
+        job.source,
+        training.model.backbone,
+        job.world.rank,
+        lambda: autocast(training),
+        training.section.batch,
+        add_up=True,
+    )
     with open_loader(training) as loader:
         batches = Readable(training, loader)
         for batch in batches:
@@ -311,13 +325,13 @@ def fit(training: Training, tracker: Tracker | None, wishes: stopping.Wishes | N
             assert batch.labels is not None
             loss, left_out = train_step(training, batch.images, batch.labels)
             losses.append(loss)
-            skipped += left_out
-            rates.add(batches.wait_seconds)
             step = training.step
             watchdog.stepped(step)
+            guard.after_step(step, batch, {"loss": loss}, left_out)
+            rates.add(batches.wait_seconds)
             if step % config.tracking.log_every_steps == 0 or step == plan.stop_step:
                 loss = workers.sum_(torch.stack(losses).mean(), "classifier.loss")
-                values = rates.measure(step, {"loss": loss, "skipped_steps": skipped}, training.optimizer)
+                values = rates.measure(step, {"loss": loss, "skipped_steps": guard.skipped}, training.optimizer)
                 if config.data.on_bad_file == "skip":
                     values["bad_files"] = len(training.bad_files)
                 losses.clear()
@@ -336,6 +350,7 @@ def fit(training: Training, tracker: Tracker | None, wishes: stopping.Wishes | N
                 break
             watchdog.enter("data")
         batches.close()
+    guard.close()
     vote.close()
     return stopping.GO_ON if training.step == plan.stop_step else verdict
 
@@ -352,14 +367,37 @@ def recorded(training: Training, tracker: Tracker | None) -> Iterator[None]:
             raise
 
 
-def run(config: Config, verb: str, world: workers.World, wishes: stopping.Wishes | None = None) -> int:
-    """The whole training, or its next part; returns stopping.GO_ON, or why it ended early."""
-    training = build(evaluation.prepare(config, verb, world))
-    resume(training)
-    workers.share_state(training.model, training.optimizer)
+def how_far(training: Training, verdict: int) -> dict[str, Any]:
+    """For the summary: as that of a pretraining."""
+    step, plan = training.step, training.plan
+    return {
+        "total_steps": plan.total_steps,
+        "epochs": plan.epoch(step),
+        "finished": step == plan.total_steps,
+        "stopped_by": stopping.WORDS.get(verdict),
+    }
+
+
+def begin(training: Training) -> Tracker | None:
+    """Begin this attempt's record, on rank 0; what an earlier one said of the outcome no longer holds."""
+    config = training.job.config
     tracker = evaluation.start_tracker(training.job, training.resumed_run_id)
     if tracker is not None:
         training.writer = checkpoint.Writer(config.output_path, config.checkpoint.keep)
+        (config.output_path / "summary.json").unlink(missing_ok=True)
+    return tracker
+
+
+def run(config: Config, verb: str, world: workers.World, wishes: stopping.Wishes | None = None) -> int:
+    """The whole training, or its next part; returns stopping.GO_ON, or why it ended early.
+
+    The test images are counted, and the summary written, at the end and when `train.max_minutes` is up; a training that
+    was preempted or interrupted leaves its checkpoint, from which the next attempt goes on, and no summary.
+    """
+    training = build(evaluation.prepare(config, verb, world))
+    resume(training)
+    workers.share_state(training.model, training.optimizer)
+    tracker = begin(training)
     began = time.monotonic()
     with recorded(training, tracker):
         try:
@@ -367,16 +405,18 @@ def run(config: Config, verb: str, world: workers.World, wishes: stopping.Wishes
         except BadFiles:
             save(training, tracker)
             raise
-        scores = judge(training, tracker) if verdict == stopping.GO_ON else None
+        scores = judge(training, tracker) if verdict in (stopping.GO_ON, stopping.TIME_IS_UP) else None
         save(training, tracker)
         end_saving(training.writer, tracker, training.step)
         if tracker is not None:
             write(training, "classifier.pth")
         if scores is not None:
-            best = {f"best_{key}": value for key, value in training.best.items()}
-            finished = training.step == training.plan.total_steps
-            more = {"finished": finished, "checkpoints_failed": checkpoints_failed(training.writer), **best}
+            more = how_far(training, verdict) | {"checkpoints_failed": checkpoints_failed(training.writer)}
+            more |= {f"best_{key}": value for key, value in training.best.items()}
             evaluation.finish(training.job, tracker, scores, training.step, more, time.monotonic() - began)
+        if verdict != stopping.GO_ON:
+            epochs = f"{training.plan.epoch(training.step):.4g} of {training.section.epochs:g} epochs"
+            training.job.say(f"{verb}: stopped by {stopping.WORDS[verdict]} after {epochs}; start it again to go on")
     watchdog.enter("end")
     if tracker is not None:
         mark_ended(tracker, verdict)

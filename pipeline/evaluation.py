@@ -1,7 +1,6 @@
 """What every evaluation of a backbone starts from and leaves: labelled images, loaded weights, scores, a summary."""
 
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,7 +167,7 @@ def prepare(config: Config, verb: str, world: workers.World) -> Evaluation:
         backbone = build_seeded_backbone(config.model, config.data.channels, config.views.size, config.seed)
         load_weights(backbone, config, world.rank)
     backbone = placed(backbone, config, device)
-    digest = f"{zlib.crc32(repr(sorted(workers.fingerprints(backbone).items())).encode()):08x}"
+    digest = workers.digest(backbone)
     if len(set(workers.gather_objects(digest, "weights.digest"))) > 1:
         raise InputError(f"model.weights: {config.model.weights} differs between the hosts; give all the same file")
     if world.rank == 0 and isinstance(source, Subset):
@@ -192,6 +191,7 @@ def start_tracker(evaluation: Evaluation, resumed_run_id: str | None = None) -> 
         "weights": str(config.model.weights),
         "weights_digest": evaluation.digest,
         "labels": str(len(evaluation.source)),
+        "test_digest": evaluation.test.digest,
     }
     tracker = Tracker.start(
         config,
@@ -220,12 +220,13 @@ def recorded(tracker: Tracker | None, config: Config) -> Iterator[None]:
 def finish(
     evaluation: Evaluation, tracker: Tracker | None, scores: Scores, step: int, more: dict[str, Any], seconds: float
 ) -> None:
-    """Publish the scores, write the summary, end the record; on rank 0."""
+    """Publish the scores, write the summary, end the record; on rank 0. `more` may say that it is not finished."""
     if tracker is None:
         return
     output = evaluation.config.output_path
     scores.publish(step, evaluation.classes, output, tracker)
     metrics = scores.metrics()
+    ended = {"finished": True, "stopped_by": None} | more
     summary = {
         "verb": evaluation.verb,
         **metrics,
@@ -234,12 +235,12 @@ def finish(
         "weights": str(evaluation.config.model.weights),
         "weights_digest": evaluation.digest,
         "step": step,
-        "finished": True,
-        **more,
+        **ended,
         "seconds": round(seconds, 1),
         "run_id": tracker.run_id,
         "output": str(output),
     }
+    tracker.tag("finished", ended["finished"])
     write_summary(output, summary)
     tracker.artifact(output / "summary.json")
     shown = ", ".join(f"{key.replace('top', 'top-')} {value:.2f} %" for key, value in metrics.items())

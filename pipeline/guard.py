@@ -5,20 +5,20 @@ the policy says so. All workers hold the same sums, hence the same flags: they a
 import json
 import math
 import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dali.loader import Batch
+from dali.loader import Batch, LabelledBatch
 from dali.order import step_indices
 from dali.sources import Source
 from pipeline import workers
 from pipeline.config import Config
 from pipeline.journal import number
-from pipeline.loss import Terms
-from pipeline.model import BarlowTwins
 
 FOLDER = "non_finite"
 IN_A_ROW = 10  # steps, where train.non_finite_in_a_row is null
@@ -52,8 +52,9 @@ class Step(NamedTuple):
     """A step whose flag is on its way from the device."""
 
     step: int  # completed updates after it
-    batch: Batch
-    values: Tensor  # [flag, loss, on_diag, off_diag], on the CPU once `ready`
+    batch: Batch | LabelledBatch
+    names: tuple[str, ...]
+    values: Tensor  # the flag, then the terms of these names; on the CPU once `ready`
     ready: torch.cuda.Event | None
 
 
@@ -64,21 +65,32 @@ class Guard:
         skipped: steps left out so far.
     """
 
-    def __init__(self, config: Config, source: Source, model: BarlowTwins, rank: int, autocast: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: Source,
+        backbone: nn.Module,
+        rank: int,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        global_batch: int,
+        add_up: bool = False,
+    ) -> None:
+        """`add_up`: the terms of a step are this worker's parts of sums over the workers."""
         train = config.train
         self.limit = 1 if train.on_non_finite == "stop" else train.non_finite_in_a_row or IN_A_ROW
         self.skipped = 0
         self._in_a_row = 0
-        self._config, self._source, self._model, self._rank, self._autocast = config, source, model, rank, autocast
+        self._config, self._source, self._backbone, self._rank = config, source, backbone, rank
+        self._autocast, self._global_batch, self._add_up = autocast, global_batch, add_up
         self._last: Step | None = None
 
-    def after_step(self, step: int, batch: Batch, terms: Terms, flag: Tensor) -> None:
-        """Take in a step's flag (1: it was left out), and judge the step before.
+    def after_step(self, step: int, batch: Batch | LabelledBatch, terms: Mapping[str, Tensor], flag: Tensor) -> None:
+        """Take in a step's flag (1: it was left out) and its terms, `loss` among them, and judge the step before.
 
         Raises:
             RuntimeError: by all workers alike, if too many in a row were left out.
         """
-        on_device = torch.stack([flag.to(torch.float64), *(term.to(torch.float64) for term in terms)])
+        on_device = torch.stack([flag.to(torch.float64), *(term.to(torch.float64) for term in terms.values())])
         ready = None
         if on_device.is_cuda:
             values = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
@@ -86,7 +98,7 @@ class Guard:
             ready = torch.cuda.current_stream(on_device.device).record_event()
         else:
             values = on_device
-        before, self._last = self._last, Step(step, batch, values, ready)
+        before, self._last = self._last, Step(step, batch, tuple(terms), values, ready)
         if before is not None:
             self._judge(before)
 
@@ -111,7 +123,9 @@ class Guard:
         self._in_a_row += 1
         if self.skipped > MOST_FILES and self._in_a_row < self.limit:
             return
-        named = dict(zip(Terms._fields, terms, strict=True))
+        if self._add_up:
+            terms = [sum(parts) for parts in zip(*workers.gather_objects(terms, "non_finite.terms"), strict=True)]
+        named = dict(zip(done.names, terms, strict=True))
         what = f"the loss of step {done.step} is {named['loss']}"
         if math.isfinite(named["loss"]):
             what = f"the loss of step {done.step} is finite ({named['loss']:g}), its gradient is not"
@@ -131,28 +145,28 @@ class Guard:
         those at fault of all workers, or the few with the largest features. The weights are of a step later.
         """
         rows: list[dict[str, Any]] = []
-        model = self._model
-        was_training = model.training
-        model.eval()
+        batch, backbone = done.batch, self._backbone
+        was_training = backbone.training
+        backbone.eval()
         with torch.no_grad(), self._autocast():
-            for view, images in enumerate(done.batch[:2]):
+            for view, images in enumerate((batch.y1, batch.y2) if isinstance(batch, Batch) else (batch.images,)):
                 if not len(images):
                     continue
                 pixels = images.flatten(1).isfinite().all(1).tolist()
                 parts = images.split(self._config.knn.batch)
-                sizes = torch.cat([model.backbone(part).float().norm(dim=1) for part in parts]).tolist()
-                for index, whole, size in zip(done.batch.indices.tolist(), pixels, sizes, strict=True):
+                sizes = torch.cat([backbone(part).float().norm(dim=1) for part in parts]).tolist()
+                for index, whole, size in zip(batch.indices.tolist(), pixels, sizes, strict=True):
                     fault = None if whole and math.isfinite(size) else "features" if whole else "pixels"
                     name = self._source.name(index)
                     rows.append({"index": index, "name": name, "view": view + 1, "not_finite": fault, "norm": size})
-        model.train(was_training)
+        backbone.train(was_training)
         everyone = [row for part in workers.gather_objects(rows, "non_finite") for row in part]
         at_fault = [row for row in everyone if row["not_finite"]]
         return at_fault or sorted(everyone, key=lambda row: -row["norm"])[:LARGEST]
 
     def _write(self, note: Path, step: int, terms: dict[str, float], rows: list[dict[str, Any]]) -> None:
         config = self._config
-        indices = step_indices(config.seed, step - 1, len(self._source), config.train.global_batch)
+        indices = step_indices(config.seed, step - 1, len(self._source), self._global_batch)
         text = {
             "step": step,
             "terms": {key: number(value) for key, value in terms.items()},

@@ -14,11 +14,11 @@ import tempfile
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -228,6 +228,72 @@ def register_model(folder: Path, name: str, uri: str, output: Path, experiment: 
         raise InputError(f"--register: {without_password(uri)} did not take {name} ({reason})") from None
 
 
+# --- What was recorded ----------------------------------------------------------------------------------------------
+
+
+class RecordedRun(NamedTuple):
+    """A run as a store has it: texts by dotted key, each metric's last value, and of some metrics every (step, value).
+
+    `status` is RUNNING, FINISHED, FAILED or KILLED; `began` is in ms since 1970.
+    """
+
+    run_id: str
+    name: str
+    status: str
+    began: int
+    params: dict[str, str]
+    tags: dict[str, str]
+    metrics: dict[str, float]
+    courses: dict[str, list[tuple[int, float]]]
+
+
+def read_runs(
+    uri: str, courses: Sequence[str], experiment: str | None = None, run_ids: Sequence[str] = ()
+) -> list[RecordedRun]:
+    """All runs of an experiment, or those of the given ids; with every value of the metrics `courses`, by step.
+
+    Raises:
+        InputError: the store is not there or does not answer, or has no such experiment or run.
+    """
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+        raise InputError(f"{uri}: there is no such file")  # MLflow would make it
+    try:
+        client = _client(uri)
+        runs = [client.get_run(run_id) for run_id in run_ids] if experiment is None else _runs_of(client, experiment)
+        return [_recorded(client, run, courses) for run in runs]
+    except InputError:
+        raise
+    except Exception as error:  # each store has its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InputError(f"{without_password(uri)}: cannot be read ({reason})") from None
+
+
+def _runs_of(client: Any, experiment: str) -> list[Any]:
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        there = ", ".join(sorted(e.name for e in client.search_experiments()))
+        raise InputError(f"--experiment: {experiment} is not in MLflow; there are {there}")
+    runs: list[Any] = []
+    token = None
+    while True:
+        page = client.search_runs([found.experiment_id], page_token=token)
+        runs += page
+        token = page.token
+        if not token:
+            return runs
+
+
+def _recorded(client: Any, run: Any, courses: Sequence[str]) -> RecordedRun:
+    info, data = run.info, run.data
+    values = {
+        key: sorted((m.step, m.value) for m in client.get_metric_history(info.run_id, key))
+        for key in courses
+        if key in data.metrics
+    }
+    params, tags, metrics = dict(data.params), dict(data.tags), dict(data.metrics)
+    return RecordedRun(info.run_id, info.run_name, info.status, info.start_time, params, tags, metrics, values)
+
+
 # --- Stores ---------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +304,12 @@ def _set_environment() -> None:
 
 def _connect(uri: str, output: Path, experiment: str) -> tuple[Any, str]:
     """A client, and the id of the experiment of that name, made if need be."""
+    with _only_one_creates(uri):
+        client = _client(uri)
+        return client, _experiment_id(client, experiment, uri, output)
+
+
+def _client(uri: str) -> Any:
     _set_environment()
     if uri.startswith("http"):
         _check_answers(uri)
@@ -245,9 +317,7 @@ def _connect(uri: str, output: Path, experiment: str) -> tuple[Any, str]:
 
     for name in ("mlflow.store.db.utils", "alembic"):  # a new SQLite store tells of each table
         logging.getLogger(name).setLevel(logging.WARNING)
-    with _only_one_creates(uri):
-        client = mlflow.MlflowClient(uri)
-        return client, _experiment_id(client, experiment, uri, output)
+    return mlflow.MlflowClient(uri)
 
 
 def _experiment_id(client: Any, name: str, uri: str, output: Path) -> str:

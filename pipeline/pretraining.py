@@ -366,7 +366,7 @@ def take_up(run: Run) -> Duties:
             config.output_path,
             resume_run_id=run.resumed_run_id,
             new_run=config.checkpoint.resume == "never" and run.step == 0,
-            facts=facts(run) | {"verb": "pretrain"},
+            facts=facts(run) | {"verb": "pretrain", "images": str(len(run.source))},
         )
         watchdog.at_stall(partial(tracker.end, "FAILED", rank=0))
     writer = checkpoint.Writer(config.output_path, config.checkpoint.keep) if run.world.rank == 0 else None
@@ -396,8 +396,11 @@ def go_on(
     if verdict == stopping.GO_ON:
         duties.judge(run)
     end_saving(duties.writer, duties.tracker, run.step)
-    if run.world.rank == 0:
+    if duties.tracker is not None:
         checkpoint.save_file(run.config.output_path / "backbone.pth", backbone_state(run.model))
+        # By which evaluations of these weights are found again, whatever file they came from
+        done = {"step": run.step, "epoch": run.plan.epoch(run.step), "finished": run.step == run.plan.total_steps}
+        duties.tracker.tag("backbone", {"digest": workers.digest(run.model.backbone), **done})
     return verdict
 
 

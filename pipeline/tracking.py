@@ -264,7 +264,15 @@ def tracking_uri(config: Config, output: Path) -> str:
         InputError: it names a folder, which MLflow no longer takes.
     """
     key = "tracking.uri" if config.tracking.uri else "MLFLOW_TRACKING_URI"
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or _local_uri(output)
+    return checked_uri(key, config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or _local_uri(output))
+
+
+def checked_uri(key: str, uri: str) -> str:
+    """A store's URI as MLflow takes it; `key` gave it.
+
+    Raises:
+        InputError: it names a folder.
+    """
     if urlsplit(uri).scheme in ("", "file") and uri != "databricks":
         raise InputError(f"{key}: {uri} is a folder; MLflow needs a server (http://HOST:PORT) or sqlite:////PATH.db")
     if uri.startswith("sqlite:///"):

@@ -184,7 +184,9 @@ def train(
     """
     config, verdict = run.config, stopping.GO_ON
     progress = Progress(run.plan, config.train.global_batch, run.step)
-    guard = Guard(config, run.source, run.model, run.world.rank, lambda: autocast(run))
+    guard = Guard(
+        config, run.source, run.model.backbone, run.world.rank, lambda: autocast(run), config.train.global_batch
+    )
     started, time_limit = time.monotonic(), config.train.max_minutes
     with open_loader(run, report_bad=True) as loader:
         batches = Readable(run, loader)
@@ -192,7 +194,7 @@ def train(
             watchdog.enter("step")
             result = train_step(run, batch.y1, batch.y2)
             watchdog.stepped(run.step)
-            guard.after_step(run.step, batch, result.terms, result.left_out)
+            guard.after_step(run.step, batch, result.terms._asdict(), result.left_out)
             progress.add(batches.wait_seconds)
             if run.step % config.tracking.log_every_steps == 0 or run.step == run.plan.stop_step:
                 values = progress.measure(run.step, result.terms._asdict(), run.optimizer)

@@ -207,6 +207,11 @@ def fingerprints(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     return prints
 
 
+def digest(model: torch.nn.Module) -> str:
+    """Eight letters for a model's parameters and buffers, by which runs name what they made or used."""
+    return f"{zlib.crc32(repr(sorted(fingerprints(model).items())).encode()):08x}"
+
+
 def check_equal_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Stop unless all workers hold the same state.
 

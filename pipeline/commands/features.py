@@ -32,7 +32,10 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--map-images", type=int, default=2000, metavar="N", help="points on the maps (default 2000)")
     parser.add_argument("--queries", type=int, default=8, metavar="N", help="rows of the neighbour sheet (default 8)")
     parser.add_argument("--to", metavar="FOLDER", help="default: features, in the run's folder")
+    parser.add_argument("-np", "-H", "--hosts", "--hostfile", dest="workers", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(args)
+    if options.workers is not None:
+        raise InputError("features: one process embeds all images; leave out -np, -H and --hostfile")
     for name, least in (("images", 3), ("map_images", 3), ("queries", 1)):
         value = getattr(options, name)
         if value is not None and value < least:

@@ -94,6 +94,7 @@ def test_random_features_by_name_as_npz(run, tmp_path, capsys):
     ("words", "said"),
     [
         (["--images", "2"], "--images: 2 is too few"),
+        (["-np", "2"], "features: one process embeds all images; leave out -np, -H"),
         (["--queries", "0"], "--queries: 0 is too few"),
         (["data.path=/nowhere"], "data.path: /nowhere is not a folder"),
     ],

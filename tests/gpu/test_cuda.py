@@ -192,8 +192,8 @@ def test_a_bad_gradient_masks_the_update_on_the_device(world, photographs, tmp_p
     y[5] = torch.inf
     outcome = training.train_step(run, y, y)
     torch.testing.assert_close(dict(run.model.state_dict()), before, rtol=0, atol=0)
-    guard = Guard(made, run.source, run.model, 0, nullcontext)
-    guard.after_step(1, Batch(y, y, np.arange(16)), outcome.terms, outcome.left_out)
+    guard = Guard(made, run.source, run.model.backbone, 0, nullcontext, 16)
+    guard.after_step(1, Batch(y, y, np.arange(16)), outcome.terms._asdict(), outcome.left_out)
     assert guard.skipped == 0  # read one step later
     guard.close()
     samples = json.loads((tmp_path / "non_finite" / "step_1.json").read_text())["samples"]

@@ -14,16 +14,6 @@ from pipeline.config import Config
 from pipeline.tracking import Tracker, flatten, sync, tracking_uri
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory):
-    """A SQLite store with MLflow's tables, which take it 7 s to make; copied for each test."""
-    import mlflow
-
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
 def output(tmp_path, empty_store, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

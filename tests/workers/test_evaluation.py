@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,18 @@ from dali.errors import InputError
 from dali.loader import LabelledLoader
 from dali.order import Shard, epoch_order, split
 from dali.sources import open_source
-from pipeline import checkpoint, classifier, evaluation, jobs, knn, linear_heads, pretraining, stopping, workers
+from pipeline import (
+    checkpoint,
+    classifier,
+    evaluation,
+    jobs,
+    knn,
+    linear_heads,
+    pretraining,
+    results,
+    stopping,
+    workers,
+)
 from pipeline.config import CONFIGS
 from pipeline.features import Features, extract
 from pipeline.samples import write_digits
@@ -173,6 +185,49 @@ def test_a_resumed_training_has_the_bits_of_one_that_never_stopped(world, settin
     other = stopped.model_copy(update={"seed": 5})
     with pytest.raises(InputError, match="belongs to another run: .*seed was 0, is 5"):
         classifier.run(other, "finetune", world)
+
+
+def test_time_that_is_up_leaves_a_result_and_a_signal_leaves_none(world, settings):
+    """Either way the next attempt goes on; an earlier one's result does not outlive it."""
+    made = settings("finetune", "finetune.batch=25", "finetune.epochs=2", "finetune.evaluate_every_epochs=9")
+    tired = made.model_copy(update={"train": made.train.model_copy(update={"max_minutes": 1e-6})})
+    assert classifier.run(tired, "finetune", world) == stopping.TIME_IS_UP
+    told = summary(made)
+    assert not told["finished"] and told["stopped_by"] == "train.max_minutes" and told["total_steps"] == 8
+    if world.rank == 0:
+        page = results.collect(results.of_folders([made.output_path]))
+        assert not page.rows and page.notes == ["Left out, as it is not finished: quickstart-finetune (FINISHED)."]
+    assert told["step"] == 2 and told["epochs"] == 0.5 and told["test_images"] == 597 and 0 < told["top1"] < 100
+    wishes = SimpleNamespace(wish=stopping.INTERRUPTED)
+    assert classifier.run(made, "finetune", world, wishes) == stopping.INTERRUPTED
+    assert not (made.output_path / "summary.json").exists() and checkpoint.path_of(made.output_path, 4).exists()
+    assert classifier.run(made, "finetune", world) == stopping.GO_ON
+    done = summary(made)
+    assert done["finished"] and done["stopped_by"] is None and done["step"] == 8 and done["epochs"] == 2
+    if world.rank == 0:
+        (row,) = results.collect(results.of_folders([made.output_path])).rows
+        assert row.kind == "random" and row.judged == {"fine-tuned, 10 a class": {"0": done["top1"]}}
+
+
+def test_a_judgement_stands_beside_the_pretraining_of_its_weights(world, settings):
+    """Real runs, read back from MLflow."""
+    words = ["train.epochs=1", "train.global_batch=1000", "schedule.warmup_epochs=0", "data.test_path=null"]
+    made = settings("pretrain", *words)
+    pretraining.pretrain(made, world)
+    few = ["knn.bank_size=200", "knn.batch=100"]
+    near = settings("knn", *few, f"model.weights={made.output_path}/backbone.pth")
+    random = settings("knn", *few)
+    for config in (near, random):
+        evaluation.run_knn(config, world)
+    if world.rank == 0:
+        page = results.collect(results.of_folders([config.output_path for config in (made, near, random)]))
+        ours, baseline = page.rows
+        found = (ours.kind, ours.config, ours.seed, ours.epochs, ours.complete, ours.images, ours.workers)
+        assert found == ("pretrained", "quickstart", "0", 1, True, "1200", str(world.size))
+        assert ours.judged == {"kNN": {"0": summary(near)["top1"]}} and ours.digest == summary(near)["weights_digest"]
+        assert (baseline.config, baseline.kind) == ("random weights, convnet4", "random")
+        assert baseline.judged == {"kNN": {"0": summary(random)["top1"]}} and baseline.digest != ours.digest
+        assert page.columns == ["kNN"] and not page.notes
 
 
 def whole(job, source):

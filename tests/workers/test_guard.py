@@ -7,21 +7,23 @@ import pytest
 import torch
 
 from dali.order import step_indices
-from pipeline import pretraining, training
+from pipeline import checkpoint, classifier, evaluation, pretraining, stopping, training
 from pipeline.bad_files import Readable
+from tests.workers.test_evaluation import folder  # noqa: F401
+from tests.workers.test_evaluation import settings as evaluated  # noqa: F401
 from tests.workers.test_training import digits, settings  # noqa: F401
 
 SHORT = ("train.stop_after_steps=5", "model.projector=[8]", "tracking.log_every_steps=2")
 
 
-def spoiled(step):
-    """Batches of which that step's has an infinite value: in a sample of the last rank's second view."""
+def spoiled(*steps):
+    """Batches of which those steps' have an infinite value: in a sample of the last rank, its second view if any."""
 
     class Spoiled(Readable):
         def __next__(self):
             batch = super().__next__()
-            if self._run.step == step - 1 and self._run.world.rank == self._run.world.size - 1:
-                batch.y2[1, 0, 3, 4] = torch.inf
+            if self._run.step + 1 in steps and self._run.world.rank == self._run.world.size - 1:
+                batch[-2 if hasattr(batch, "y2") else 0][1, 0, 3, 4] = torch.inf
             return batch
 
     return Spoiled
@@ -92,3 +94,49 @@ def test_weights_that_are_not_finite_are_not_saved(world, settings):  # noqa: F8
     duties = pretraining.Duties(None, None, 0, {})
     with pytest.raises(RuntimeError, match=f"model.{name} is not finite after step 0: no checkpoint of it is written"):
         duties.save(run)
+
+
+def notes(config):
+    return sorted(file.name for file in (config.output_path / "non_finite").glob("*"))
+
+
+@pytest.mark.parametrize("verb", ["probe", "finetune"])
+def test_a_classifier_leaves_the_step_out_and_names_the_sample(world, evaluated, verb, monkeypatch, capfd):  # noqa: F811
+    """All workers, in the same step: also where the others' own losses are finite."""
+    config = evaluated(verb, f"{verb}.batch=25", f"{verb}.epochs=1", "train.stop_after_steps=4")
+    made = classifier.build(evaluation.prepare(config, verb, world))
+    monkeypatch.setattr(classifier, "Readable", spoiled(2, 4))  # the last one is judged after the loop
+    seen = []
+    train_step = classifier.train_step
+
+    def kept(*args):
+        before = {name: value.clone() for name, value in made.model.state_dict().items()}
+        _, left_out = train_step(*args)
+        same = all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
+        seen.append((int(left_out), same))
+        return _, left_out
+
+    monkeypatch.setattr(classifier, "train_step", kept)
+    assert classifier.fit(made, None, None) == stopping.GO_ON and made.step == 4
+    assert seen == [(0, False), (1, True), (0, False), (1, True)]
+    assert not checkpoint.not_finite(made.model.state_dict())
+    if world.rank == 0:
+        assert notes(config) == ["step_2.json", "step_4.json"]
+        found = json.loads((config.output_path / "non_finite" / "step_2.json").read_text())
+        whole = step_indices(config.seed, 1, len(made.source), 25)
+        (sample,) = found["samples"]
+        assert found["global_batch"] == whole.tolist() and sample["index"] in whole[-(25 // world.size + 1) :]
+        assert (sample["not_finite"], sample["view"]) == ("pixels", 1)
+        assert sample["name"] == made.source.name(sample["index"])
+        assert found["terms"] == {"loss": "nan"}, "the sum of all workers' parts"
+        assert "the loss of step 2 is nan; the update was left out" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("policy", "last"), [("on_non_finite=stop", 1), ("non_finite_in_a_row=2", 2)])
+def test_a_classifier_ends_by_the_same_policy(world, evaluated, policy, last, monkeypatch):  # noqa: F811
+    config = evaluated("probe", f"train.{policy}", "probe.batch=25", "train.stop_after_steps=6")
+    made = classifier.build(evaluation.prepare(config, "probe", world))
+    monkeypatch.setattr(classifier, "Readable", spoiled(*range(1, 6)))
+    with pytest.raises(RuntimeError, match=rf"the loss of step {last} is nan, the {last}\. in a row"):
+        classifier.fit(made, None, None)
+    assert made.step == last + 1 and (world.rank or len(notes(config)) == last)
