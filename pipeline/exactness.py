@@ -8,6 +8,8 @@ samples are permuted within each batch, which shows what rounding alone does to 
 import copy
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from dali.loader import Batch
 from dali.sources import open_source
 from pipeline import config, pretraining, schedule, training, workers
 from pipeline.config import Config
+from pipeline.cores import threads_per_worker
 from pipeline.launching import KEEP_MEMORY
 from pipeline.plan import make_plan
 from pipeline.samples import write_photographs
@@ -30,6 +33,7 @@ BOUNDS = {
     "float32": {"loss": 1e-4, "statistics": 1e-4, "gradient": 2e-2},
 }
 CONTROL_FACTOR = 10
+OTHERS_EVERY = 4  # the combines but the first take part in every fourth state: they differ in the loss alone
 # What the job needs: process sets made while it runs, and memory that stays mapped
 ENVIRONMENT = KEEP_MEMORY | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
@@ -42,6 +46,7 @@ class Row(NamedTuple):
     optimizer: str
     combine: str
     workers: int
+    steps: int
     samples: bool  # the same samples in the same order
     views: bool  # the same views, bit for bit
     loss: float
@@ -90,11 +95,7 @@ def measure(options: Options) -> list[Row]:
     for dtype in options.dtypes:
         for optimizer in options.optimizers:
             made = settings(folder, dtype, optimizer)
-            comparison = _Comparison(made, world, sets, options)
-            rows += comparison.from_the_same_state()
-            rows += comparison.running_freely()
-            if world.rank == 0:
-                print(f"measured {dtype} {optimizer}", flush=True)
+            rows += _Comparison(made, world, sets, options).measure()
     return rows if world.rank == 0 else []
 
 
@@ -114,15 +115,30 @@ class _Comparison:
         part = self.world._replace(size=size, process_set=self.sets[size])
         return pretraining.build(made, part, torch.device("cpu"), self.source, self.plan)
 
-    def _row(self, measure: str, combine: str, size: int, worst: dict[str, float], same: list[bool], bound: str) -> Row:
+    def _say(self, what: str, done: int) -> None:
+        if self.world.rank == 0:
+            made = f"{self.made.precision.dtype} {self.made.optimizer.name}"
+            print(f"{made}, {what}: {done} of {self.options.steps} steps", flush=True)
+
+    def _row(
+        self,
+        measure: str,
+        combine: str,
+        size: int,
+        steps: int,
+        worst: dict[str, float],
+        same: list[bool],
+        bound: str,
+    ) -> Row:
         limits = BOUNDS[self.made.precision.dtype]
-        kept = all(same) and (measure == "free running" or all(worst[key] <= limits[key] for key in limits))
+        kept = all(same) and all(worst[key] <= limits[key] for key in limits)
         return Row(
             measure,
             self.made.precision.dtype,
             self.made.optimizer.name,
             combine,
             size,
+            steps,
             same[0],
             same[1],
             worst["loss"],
@@ -132,32 +148,52 @@ class _Comparison:
             kept,
         )
 
-    def from_the_same_state(self) -> list[Row]:
-        """One worker trains; from each of its states, every number of workers takes the same step."""
+    def measure(self) -> list[Row]:
+        """Rows from the same state, then of runs that go on freely."""
+        one = self._run(1)
+        sizes = [size for size in self.options.sizes if size > 1]
         # A gradient does not know the rule that will use it: one rule's states will do for the other combines
         first = self.made.optimizer.name == self.options.optimizers[0]
-        combines = self.options.combines if first else self.options.combines[:1]
-        names = ("loss", "statistics", "gradient")
-        worst = {(size, c): dict.fromkeys(names, 0.0) for size in self.options.sizes for c in combines}
-        same = {key: [True, True] for key in worst}
-        reference = self._run(1)
-        others = {key: self._run(*key) for key in worst}
+        every = {combine: OTHERS_EVERY for combine in self.options.combines[1:] if first}
+        every = {self.options.combines[0]: 1} | every
+        rows, curve = self._from_the_same_state(one, [(size, combine) for combine in every for size in sizes], every)
+        curves = {"1": curve, "control": self._freely(1, permuted=True)}
+        curves |= {str(size): self._freely(size) for size in sizes}
+        return rows + self._against_the_control(curves)
+
+    def _from_the_same_state(
+        self, one: Run | None, keys: list[tuple[int, str]], every: dict[str, int]
+    ) -> tuple[list[Row], "Curve | None"]:
+        """One worker trains; from each of its states, every number of workers takes the same step.
+
+        A combine takes part in one state of `every[combine]`. The one worker's own curve comes back too.
+        """
+        worst = {key: dict.fromkeys(("loss", "statistics", "gradient"), 0.0) for key in keys}
+        same = {key: [True, True] for key in keys}
+        others = {key: self._run(*key) for key in keys}
         loaders = {key: iter(training.open_loader(run)) for key, run in others.items() if run is not None}
-        feed = iter(training.open_loader(reference)) if reference is not None else None
+        feed = iter(training.open_loader(one)) if one is not None else None
+        losses = []
         for step in range(self.options.steps):
-            state = copy.deepcopy(reference.model.state_dict()) if reference is not None else None
+            state = copy.deepcopy(one.model.state_dict()) if one is not None else None
             state = workers.from_rank_0(state, f"state.{step}")
             whole = next(feed) if feed is not None else None
             expected = None
-            if reference is not None and whole is not None:
-                expected = self._step(reference, whole)
+            if one is not None and whole is not None:
+                with _threads_for(1):
+                    outcome = training.train_step(one, whole.y1, whole.y2)
+                losses.append(outcome.terms.loss)
+                expected = _found(one, outcome.terms.loss)
             for key, run in others.items():
                 if run is None:
                     continue
+                batch = next(loaders[key])
+                if step % every[key[1]]:
+                    continue
                 run.model.load_state_dict(state)
                 run.step = step
-                batch = next(loaders[key])
-                found = self._step(run, batch)
+                with _threads_for(key[0]):
+                    found = self._step(run, batch)
                 prints = workers.gather(_prints(batch), f"prints.{key}", run.world.process_set)
                 if expected is None or whole is None:
                     continue
@@ -165,12 +201,12 @@ class _Comparison:
                     worst[key][name] = max(worst[key][name], _difference(found[name], expected[name]))
                 same[key][0] &= torch.equal(prints[:, 0], _prints(whole)[:, 0])
                 same[key][1] &= torch.equal(prints[:, 1:], _prints(whole)[:, 1:])
-            if reference is not None:
-                reference.optimizer.step()
-                reference.step += 1
+            self._say("from the same state", step + 1)
         limits = BOUNDS[self.made.precision.dtype]
         bound = f"{limits['loss']:.0e} / {limits['statistics']:.0e} / {limits['gradient']:.0e}"
-        return [self._row("same state", c, size, worst[size, c], same[size, c], bound) for size, c in worst]
+        states = {c: len(range(0, self.options.steps, n)) for c, n in every.items()}
+        rows = [self._row("same state", c, size, states[c], worst[size, c], same[size, c], bound) for size, c in keys]
+        return rows, None if one is None else _curve(one, losses)
 
     def _step(self, run: Run, batch: Batch) -> dict[str, Tensor]:
         """Loss, running statistics and summed gradient of a step, up to the update."""
@@ -179,49 +215,76 @@ class _Comparison:
         run.gradients.start()
         outcome = training.backward(run, batch.y1, batch.y2)
         run.gradients.wait()
-        return {
-            "loss": outcome.terms.loss.detach().reshape(1).clone(),
-            "statistics": _statistics(run),
-            "gradient": torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None]),
-        }
+        return _found(run, outcome.terms.loss.detach())
 
-    def running_freely(self) -> list[Row]:
-        """Every number of workers goes its own way; the control is one worker with permuted samples."""
-        curves: dict[str, dict[str, Tensor]] = {}
-        for name, size in [("1", 1), ("control", 1), *((str(s), s) for s in self.options.sizes if s > 1)]:
-            run = self._run(size)
-            if run is None:
-                continue
-            losses = []
-            loader = iter(training.open_loader(run))
-            for _ in range(self.options.steps):
+    def _freely(self, size: int, permuted: bool = False) -> "Curve | None":
+        """`size` workers go their own way; None on a worker that is not among them."""
+        run = self._run(size)
+        if run is None:
+            return None
+        losses = []
+        loader = iter(training.open_loader(run))
+        with _threads_for(size):
+            for step in range(self.options.steps):
                 y1, y2, _ = next(loader)
-                order = torch.arange(len(y1) - 1, -1, -1) if name == "control" else torch.arange(len(y1))
+                order = torch.arange(len(y1) - 1, -1, -1) if permuted else torch.arange(len(y1))
                 losses.append(training.train_step(run, y1[order], y2[order]).terms.loss)
-            weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
-            curves[name] = {"loss": torch.stack(losses), "statistics": _statistics(run), "gradient": weights}
-        if self.world.rank != 0:
+                self._say(f"running freely, {'the control' if permuted else f'{size} workers'}", step + 1)
+        return _curve(run, losses)
+
+    def _against_the_control(self, curves: "dict[str, Curve | None]") -> list[Row]:
+        """Each curve's difference from one worker's; the control's is the measure of the others'."""
+        one = curves.pop("1")
+        if one is None:
             return []
-        rows = []
-        worst = {
-            name: {
-                "loss": float(((curve["loss"] - curves["1"]["loss"]) / curves["1"]["loss"]).abs().max()),
-                "statistics": _difference(curve["statistics"], curves["1"]["statistics"]),
-                "gradient": _difference(curve["gradient"], curves["1"]["gradient"]),
+        rows, control = [], {}
+        for name, curve in curves.items():
+            assert curve is not None
+            found = {
+                "loss": float(((curve.losses - one.losses) / one.losses).abs().max()),
+                "statistics": _difference(curve.statistics, one.statistics),
+                "gradient": _difference(curve.weights, one.weights),
             }
-            for name, curve in curves.items()
-        }
-        for name, found in worst.items():
-            if name == "1":
-                continue
-            row = self._row("free running", "allreduce", 1 if name == "control" else int(name), found, [True, True], "")
+            combine, steps = self.options.combines[0], self.options.steps
             if name == "control":
-                row = row._replace(measure="control", samples=False)
+                control = found
+                rows.append(self._row("control", combine, 1, steps, found, [False, True], ""))
             else:
-                kept = all(found[key] <= CONTROL_FACTOR * worst["control"][key] for key in found)
-                row = row._replace(bound=f"{CONTROL_FACTOR} x control", kept=kept)
-            rows.append(row)
+                row = self._row("free running", combine, int(name), steps, found, [True, True], "")
+                kept = all(found[key] <= CONTROL_FACTOR * control[key] for key in found)
+                rows.append(row._replace(bound=f"{CONTROL_FACTOR} x control", kept=kept))
         return rows
+
+
+class Curve(NamedTuple):
+    """What a run that went on freely came to."""
+
+    losses: Tensor
+    statistics: Tensor
+    weights: Tensor
+
+
+def _curve(run: Run, losses: list[Tensor]) -> Curve:
+    return Curve(
+        torch.stack(losses), _statistics(run), torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    )
+
+
+def _found(run: Run, loss: Tensor) -> dict[str, Tensor]:
+    """Loss, running statistics and summed gradient of the step just done."""
+    gradients = [p.grad.flatten() for p in run.model.parameters() if p.grad is not None]
+    return {"loss": loss.reshape(1).clone(), "statistics": _statistics(run), "gradient": torch.cat(gradients)}
+
+
+@contextmanager
+def _threads_for(size: int) -> Iterator[None]:
+    """A block in which each of the `size` workers at work has its share of the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_per_worker(size))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _statistics(run: Run) -> Tensor:
@@ -243,12 +306,10 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 def table(rows: list[Row]) -> str:
     """The rows in Markdown."""
-    lines = [
-        "| | type | rule | combine | workers | samples | views | loss | BN statistics | gradient (weights) | bound | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = "type, rule, combine, workers, steps, samples, views, loss, BN statistics, gradient (weights), bound,"
+    lines = [f"| | {heads.replace(',', ' |')} |", "|---" * 13 + "|"]
     for row in rows:
-        words = [row.measure, row.dtype, row.optimizer, row.combine, str(row.workers)]
+        words = [row.measure, row.dtype, row.optimizer, row.combine, str(row.workers), str(row.steps)]
         words += ["equal" if row.samples else "permuted" if row.measure == "control" else "DIFFER"]
         words += ["equal" if row.views else "DIFFER"]
         words += [f"{value:.1e}" for value in (row.loss, row.statistics, row.gradient)]
