@@ -19,6 +19,7 @@ VERBS = {
     "export": "hand the backbone over in other tools' formats",
     "doctor": "check every part of the installation",
     "exactness": "how equal runs on 1, 2, 3, 4 workers are",
+    "parity": "how far views are from torchvision's on the same draws",
     "faults": "break runs in the ways clusters do, and compare what comes of it",
     "ui": "open MLflow on a run's output folder",
     "sync-tracking": "send what a tracking server missed",
