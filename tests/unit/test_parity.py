@@ -88,8 +88,10 @@ def test_views_that_are_not_torchvisions_end_with_1(folder, capsys):
     assert not {"hue", "brightness", "both after each step"} & set(rows_of(shown)), "the recipe has no jitter"
 
 
-def test_one_channel_has_no_rows_of_colour(folder, capsys):
-    assert run(folder, "data.channels=1", "views.mean=[0.4]", "views.std=[0.3]") == 0
+def test_one_channel_has_no_rows_of_colour(folder, tmp_path, capsys):
+    config = tmp_path / "grey.yaml"
+    config.write_text("data: {channels: 1}\nviews: {mean: [0.4], std: [0.3]}\n")
+    assert run(folder, "--config", str(config)) == 0
     rows = set(rows_of(capsys.readouterr().out))
     assert not COLOURS & rows and {"decode", "contrast", "jitter without hue", "blur, inside", "view"} <= rows
 
@@ -97,8 +99,9 @@ def test_one_channel_has_no_rows_of_colour(folder, capsys):
 def test_what_cannot_be_measured_is_refused(folder):
     with pytest.raises(InputError, match="--draws 0"):
         run(folder, "--draws", "0")
-    with pytest.raises(InputError, match=r"data\.path"):
-        command.run([f"data.path={folder}/nothing"])
+    for words in ([f"data.path={folder}/nothing"], ["--config", "configs/imagenet.yaml"]):
+        with pytest.raises(InputError, match=r"data\.path"):
+            command.run(words)
 
 
 def test_forms_of_hue():
