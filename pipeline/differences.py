@@ -92,7 +92,7 @@ OF_PHOTOGRAPHS = OF_ANY_IMAGE | {
     "hue": Bound(mean=4),
     "jitter without hue": Bound(mean=4),
     "jitter": Bound(mean=6),
-    "view without hue": Bound(mean=2, p95=4),
+    "view without hue": Bound(mean=2, p95=6),
     "view": Bound(mean=4),
 }
 OF_GROUP = {  # of photographs that are far from grey

@@ -5,6 +5,7 @@ What is compared are the loaders that train, not single operators of DALI: every
 thing in it. The rows that say what a difference comes from are computed in NumPy, from the maps that the loaders use.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -103,34 +104,44 @@ class View(NamedTuple):
 
 
 def drawn_views(pictures: Pictures, spec: ViewsSpec, channels: int, draws: int) -> Iterator[View]:
-    """Both views of every image, `draws` times, each time by other draws."""
+    """Both views of every image in `draws` epochs, each by other draws."""
     images = [(group, image) for group, those in pictures.items() for image in those]
-    source = ArraySource([image for _ in range(draws) for _, image in images])
-    how = {"channels": channels, "seed": SEED, "global_batch": len(images), "shard": ALONE, "stop_step": draws}
+    source = ArraySource([image for _, image in images])
+    how: dict[str, Any] = {
+        "channels": channels,
+        "seed": SEED,
+        "global_batch": len(images),
+        "shard": ALONE,
+        "stop_step": draws,
+    }
     with TwoViewLoader(source, spec, **how) as loader:
-        for batch in loader:
+        for epoch, batch in enumerate(loader):
             for view, tensors in enumerate((batch.y1, batch.y2)):
-                rows = view_params(SEED, 0, batch.indices, view, spec, channels)
-                for index, params, tensor in zip(batch.indices, rows, tensors.numpy(), strict=True):
-                    number = int(index) % len(images)
+                rows = view_params(SEED, epoch, batch.indices, view, spec, channels)
+                for number, params, tensor in zip(batch.indices.tolist(), rows, tensors.numpy(), strict=True):
                     yield View(number, *images[number], params, denormalise(tensor, spec))
 
 
 def compare(
-    whats: Sequence[str], pictures: Pictures, views: Iterator[View], theirs: Callable[[View], Mapping[str, Any]]
+    whats: Sequence[str],
+    pictures: Pictures,
+    views: Iterator[View],
+    pairs: Callable[[View], Mapping[str, tuple[Any, Any]]],
 ) -> list[Row]:
-    """Rows of what `theirs` gives for each view: what it should be, or a pair to compare, by name of the row."""
+    """Rows by name, of the two sorts of pixels that `pairs` gives of each view for each row."""
     rows = [Row(what, {group: Differences() for group in pictures}) for what in whats]
     for view in views:
-        found = theirs(view)
+        found = pairs(view)
         for row in rows:
             row.found[view.group].add(*found[row.what])
     return rows
 
 
 def _edge(shape: tuple[int, ...], reach: Sequence[int]) -> NDArray[np.bool_]:
-    """Whether a pixel of an (S, S) view lies within `reach` rows or columns of its edge."""
-    far = [np.minimum(np.arange(size), np.arange(size)[::-1]) >= some for size, some in zip(shape, reach, strict=False)]
+    """Whether a pixel of an (S, S, C) view lies within `reach` rows or columns of its edge."""
+    far = [
+        np.minimum(np.arange(size), np.arange(size)[::-1]) >= some for size, some in zip(shape[:2], reach, strict=True)
+    ]
     return ~(far[0][:, None] & far[1])
 
 
@@ -208,7 +219,7 @@ def resizing(pictures: Pictures, spec: ViewsSpec, channels: int, draws: int) -> 
     """
     recipe = nothing_but(spec, crop_area=spec.crop_area, crop_ratio=spec.crop_ratio)
 
-    def theirs(view: View) -> dict[str, tuple[Any, Any]]:
+    def pairs(view: View) -> dict[str, tuple[Any, Any]]:
         corner, extent = crop_windows(view.params[None], np.array([view.image.shape[:2]]), recipe)
         (top, left), (height, width) = corner[0], extent[0]
         window = view.image[top : top + height, left : left + width]
@@ -223,13 +234,13 @@ def resizing(pictures: Pictures, spec: ViewsSpec, channels: int, draws: int) -> 
         return at_once | _split_at_edge("resize before rounding", view.pixels, floats, edge)
 
     whats = [f"{what}, {where}" for what in ("resize", "resize before rounding") for where in ("inside", "edge")]
-    return compare(whats, pictures, drawn_views(pictures, recipe, channels, draws), theirs)
+    return compare(whats, pictures, drawn_views(pictures, recipe, channels, draws), pairs)
 
 
 def operator(name: str, pictures: Pictures, recipe: ViewsSpec, channels: int, draws: int) -> list[Row]:
     """One recipe of `operators` on images of the view's size."""
 
-    def theirs(view: View) -> dict[str, tuple[Any, Any]]:
+    def pairs(view: View) -> dict[str, tuple[Any, Any]]:
         expected = reference_view(view.image, view.params, recipe)
         if name != "blur":
             return {name: (view.pixels, expected)}
@@ -238,7 +249,7 @@ def operator(name: str, pictures: Pictures, recipe: ViewsSpec, channels: int, dr
         return _split_at_edge(name, view.pixels, expected, edge)
 
     whats = [f"{name}, inside", f"{name}, edge"] if name == "blur" else [name]
-    return compare(whats, pictures, drawn_views(pictures, recipe, channels, draws), theirs)
+    return compare(whats, pictures, drawn_views(pictures, recipe, channels, draws), pairs)
 
 
 def whole_views(name: str, pictures: Pictures, spec: ViewsSpec, channels: int, draws: int) -> list[Row]:
@@ -275,11 +286,11 @@ def steps(pictures: Pictures, recipe: ViewsSpec, channels: int, draws: int) -> l
         "both after each step": lambda pixels: np.floor(pixels.clip(0, 255)),
     }
 
-    def theirs(view: View) -> dict[str, tuple[Any, Any]]:
+    def pairs(view: View) -> dict[str, tuple[Any, Any]]:
         folded = to_bytes(one_by_one(view, channels, lambda pixels: pixels))
         return {way: (folded, to_bytes(one_by_one(view, channels, after))) for way, after in ways.items()}
 
-    return compare(list(ways), pictures, _draws_alone(pictures, recipe, channels, draws), theirs)
+    return compare(list(ways), pictures, _draws_alone(pictures, recipe, channels, draws), pairs)
 
 
 def one_by_one(
@@ -306,12 +317,12 @@ def hues(pictures: Pictures, recipe: ViewsSpec, draws: int) -> list[Row]:
     """Other forms of the shift of hue than the loaders' rotation about the grey axis, against torchvision's."""
     forms = {"hue in YIQ, as DALI's own": hue_in_yiq, "hue in HSV, the exact form": hue_in_hsv}
 
-    def theirs(view: View) -> dict[str, tuple[Any, Any]]:
+    def pairs(view: View) -> dict[str, tuple[Any, Any]]:
         expected = reference_view(view.image, view.params, recipe)
         turns = float(view.params["hue"])
         return {what: (to_bytes(form(view.image, turns)), expected) for what, form in forms.items()}
 
-    return compare(list(forms), pictures, _draws_alone(pictures, recipe, 3, draws), theirs)
+    return compare(list(forms), pictures, _draws_alone(pictures, recipe, 3, draws), pairs)
 
 
 def hue_in_hsv(image: Pixels, turns: float) -> NDArray[np.float64]:
@@ -332,10 +343,9 @@ def hue_in_yiq(image: Pixels, turns: float) -> NDArray[np.float64]:
 def _draws_alone(pictures: Pictures, recipe: ViewsSpec, channels: int, draws: int) -> Iterator[View]:
     """The draws of `drawn_views` for images of the view's size, without the loader's views of them."""
     images = [(group, image) for group, those in pictures.items() for image in those]
-    for view in (0, 1):
-        rows = view_params(SEED, 0, np.arange(draws * len(images)), view, recipe, channels)
-        for index, params in enumerate(rows):
-            number = index % len(images)
+    for epoch, view in itertools.product(range(draws), (0, 1)):
+        rows = view_params(SEED, epoch, np.arange(len(images)), view, recipe, channels)
+        for number, params in enumerate(rows):
             yield View(number, *images[number], params, np.zeros(0))
 
 
@@ -364,7 +374,7 @@ def photographs(folder: Path, channels: int) -> tuple[dict[str, list[Pixels]], d
         (folder / name).mkdir(parents=True)
         picture.save(folder / name / "4:2:0.jpg", quality=90, subsampling="4:2:0")
         picture.save(folder / name / "4:4:4.jpg", quality=90, subsampling="4:4:4")
-    files = {name: (FolderSource(folder / name), np.arange(2)) for name in pictures}
+    files: dict[str, tuple[Source, Any]] = {name: (FolderSource(folder / name), np.arange(2)) for name in pictures}
     return {name: [in_channels(picture, channels)] for name, picture in pictures.items()}, files
 
 

@@ -96,10 +96,11 @@ def test_one_channel_has_no_rows_of_colour(folder, tmp_path, capsys):
     assert not COLOURS & rows and {"decode", "contrast", "jitter without hue", "blur, inside", "view"} <= rows
 
 
-def test_what_cannot_be_measured_is_refused(folder):
+def test_what_cannot_be_measured_is_refused(folder, tmp_path):
+    (tmp_path / "no_images.yaml").write_text("views: {size: 32}\n")
     with pytest.raises(InputError, match="--draws 0"):
         run(folder, "--draws", "0")
-    for words in ([f"data.path={folder}/nothing"], ["--config", "configs/imagenet.yaml"]):
+    for words in ([f"data.path={folder}/nothing"], ["--config", f"{tmp_path}/no_images.yaml"]):
         with pytest.raises(InputError, match=r"data\.path"):
             command.run(words)
 

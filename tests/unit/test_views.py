@@ -134,7 +134,10 @@ def test_without_antialias_the_views_differ():
 @every_picture
 @pytest.mark.parametrize(("what", "spec"), [("view", RECIPE), ("view without hue", NO_HUE)], ids=["whole", "no hue"])
 def test_whole_views_agree_with_torchvision(what, spec, picture):
-    assert_bound(what, picture, errors(PICTURES[picture], spec, draws=24))
+    found = errors(PICTURES[picture], spec, draws=24)
+    assert_bound(what, picture, found)
+    if what == "view without hue" and picture != "saturated":
+        assert np.percentile(found, 95) <= 4  # of these draws; others clip more, see docs/parity.md
 
 
 def test_one_channel_views():
