@@ -21,6 +21,7 @@ usage() {
   ui           [OUTPUT] open MLflow on a run's results, on this machine only
   sync-tracking OUTPUT   send what a tracking server missed
   exactness    how equal runs on 1, 2, 3, 4 workers are; exit 1 if a bound is exceeded
+  parity       how far views are from torchvision's on the same draws; exit 1 if a bound is exceeded
   faults       break runs in the ways clusters do; exit 1 if any comes out different from an untouched one
   bench        autocast, combine, elastic, micro-batches, resilience: measurements behind choices
   lint         ruff and mypy
@@ -85,7 +86,7 @@ case "$verb" in
     "" | help | -h | --help) usage ;;
     setup) setup ;;
     pretrain | probe | finetune | knn) ensure; pipeline launch --verb "$verb" "$@" ;;
-    quickstart | check-data | features | export | results | doctor | exactness | faults | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
+    quickstart | check-data | features | export | results | doctor | exactness | parity | faults | bench | ui | sync-tracking) ensure; pipeline "$verb" "$@" ;;
     lint)
         ensure
         .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy ;;

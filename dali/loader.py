@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dali.graphs import Batch as Fed
 from dali.graphs import decoded, labelled_eval, random_views
 from dali.interface import Source
-from dali.order import Shard, split, step_indices, steps_per_epoch, view_params, worker_positions
+from dali.order import Shard, split, steps_per_epoch, view_params, worker_indices, worker_positions
 from dali.running import Loader, Work
 from dali.spec import ViewsSpec
 from dali.views import view_operands
@@ -103,10 +103,12 @@ class TrainLoader(Loader, Generic[Item]):
 
     def _batches(self, step: int) -> Iterator[Work]:
         while step != self._stop_step:
-            whole = step_indices(self.seed, step, len(self._source), self.global_batch)
-            indices = np.concatenate([whole[position] for position in self._positions])
+            indices = self._indices_of(step)
             yield self._work(indices, indices, step // self._epoch_steps)
             step += 1
+
+    def _indices_of(self, step: int) -> NDArray[np.int64]:
+        return worker_indices(self.seed, step, len(self._source), self.global_batch, self._positions)
 
     def _work(self, indices: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Work:
         """Images by `indices`, each with the draws that the image of `places` has in this epoch."""
@@ -128,8 +130,7 @@ class TrainLoader(Loader, Generic[Item]):
         this gave it back.
         """
         rows = np.array(list(others), np.int64)
-        whole = step_indices(self.seed, step, len(self._source), self.global_batch)
-        places = np.concatenate([whole[position] for position in self._positions])[rows]
+        places = self._indices_of(step)[rows]
         indices = np.array(list(others.values()), np.int64)
         one = Loader(self._source, str(self._device), **self._again)
         one._num_views = self._num_views

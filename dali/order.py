@@ -92,6 +92,14 @@ def step_indices(seed: int, step: int, num_samples: int, global_batch: int) -> N
     return epoch_order(seed, epoch, num_samples)[position * global_batch :][:global_batch]
 
 
+def worker_indices(
+    seed: int, step: int, num_samples: int, global_batch: int, positions: list[slice]
+) -> NDArray[np.int64]:
+    """A worker's part of `step_indices`, by its `worker_positions`."""
+    whole = step_indices(seed, step, num_samples, global_batch)
+    return np.concatenate([whole[position] for position in positions])
+
+
 def split(total: int, parts: int) -> list[slice]:
     """Cut `total` places into contiguous slices whose lengths differ by at most one."""
     edges = [part * total // parts for part in range(parts + 1)]

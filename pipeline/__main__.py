@@ -20,6 +20,7 @@ VERBS = {
     "results": "a table of runs, with what their backbones were found to be worth",
     "doctor": "check every part of the installation",
     "exactness": "how equal runs on 1, 2, 3, 4 workers are",
+    "parity": "how far views are from torchvision's on the same draws",
     "faults": "break runs in the ways clusters do, and compare what comes of it",
     "ui": "open MLflow on a run's output folder",
     "sync-tracking": "send what a tracking server missed",

@@ -1,6 +1,6 @@
 """Pictures of a run, drawn with PIL alone: the same input gives the same bytes, and no plotting state is shared."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,23 +19,26 @@ _NAMED_CLASSES = 40
 _CELL_WITH_NUMBERS = 30  # pixels
 
 
-def contact_sheet(y1: Any, y2: Any, mean: Sequence[float], std: Sequence[float], rows: int = 8) -> np.ndarray:
-    """The first `rows` images of a batch, a row each: view 1, view 2, under a header.
+def contact_sheet(columns: Mapping[str, Any], mean: Sequence[float], std: Sequence[float], rows: int = 8) -> np.ndarray:
+    """The first `rows` images of a batch, a row each, and a column for each view of them, under its heading.
 
     Args:
-        y1, y2: (N, C, H, W) normalised views in CPU memory, arrays or tensors; C is 1 or 3.
+        columns: by heading, (N, C, H, W) normalised views in CPU memory, arrays or tensors; C is 1 or 3.
         mean, std: per channel, of pixels in [0, 1], as the views were normalised.
 
     Returns:
         (height, width, 3) uint8. Cells are H x W, times the smallest integer that makes them 96 px or more.
     """
-    columns = [_pixels(views, mean, std, rows) for views in (y1, y2)]
-    count, height, width = columns[0].shape[:3]
-    sheet = Image.new("RGB", (2 * (width + _GAP) + _GAP, _HEADER + count * (height + _GAP)), _WHITE)
+    cells = [_pixels(views, mean, std, rows) for views in columns.values()]
+    count, height, width = cells[0].shape[:3]
+    sheet = Image.new("RGB", (len(cells) * (width + _GAP) + _GAP, _HEADER + count * (height + _GAP)), _WHITE)
     draw = ImageDraw.Draw(sheet)
-    for column, images in enumerate(columns):
+    font = ImageFont.load_default(16)
+    if max(map(font.getlength, columns)) > width:
+        font = ImageFont.load_default(13)
+    for column, (heading, images) in enumerate(zip(columns, cells, strict=True)):
         left = _GAP + column * (width + _GAP)
-        draw.text((left, 5), f"view {column + 1}", fill=_BLACK, font=ImageFont.load_default(16))
+        draw.text((left, 5), heading, fill=_BLACK, font=font)
         for row, image in enumerate(images):
             sheet.paste(Image.fromarray(image), (left, _HEADER + row * (height + _GAP)))
     return np.asarray(sheet)

@@ -15,11 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dali.errors import InputError
 from dali.interface import Report, silent
 from dali.loader import Batch
+from dali.order import worker_indices, worker_positions
 from dali.sources import Source, has_test_split, open_source
 from pipeline import (
     checkpoint,
@@ -46,6 +49,7 @@ from pipeline.plan import Plan, describe, make_plan
 from pipeline.resuming import find_state, restore, shaping
 from pipeline.tracking import Tracker
 from pipeline.training import Outcome, Run
+from pipeline.views_sheet import views_sheet
 from pipeline.weights import RANDOM, backbone_state, load_backbone_weights
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -273,8 +277,7 @@ class Duties:
     def after_step(self, run: Run, batch: Batch, outcome: Outcome) -> None:
         plan, step = run.plan, run.step
         if step == self.first_step + 1 and self.tracker is not None:
-            mean, std = run.config.views.mean, run.config.views.std
-            self.tracker.image(step - 1, "views", pictures.contact_sheet(batch.y1, batch.y2, mean, std))
+            self.tracker.image(step - 1, "views", first_views(run, batch, step - 1))
         if step % plan.image_steps == 0 or step == plan.stop_step:
             self.diagnose(run, outcome)
         if plan.knn_steps is not None and step % plan.knn_steps == 0 and step != plan.stop_step:
@@ -338,6 +341,15 @@ class Duties:
         if self.writer is not None:
             self.writer.join()
         mark_failed(self.tracker, run.config, error)
+
+
+def first_views(run: Run, batch: Batch, step: int) -> NDArray[np.uint8]:
+    """This worker's views of the step after `step` completed ones, beside torchvision's."""
+    config, samples = run.config, len(run.source)
+    positions = worker_positions(config.train.global_batch, config.train.micro_batches, run.world.shard)
+    places = worker_indices(config.seed, step, samples, config.train.global_batch, positions)
+    epoch = step // run.plan.steps_per_epoch
+    return views_sheet(run.source, config.views, config.data.channels, config.seed, epoch, batch, places)
 
 
 def pretrain(config: Config, world: workers.World, wishes: stopping.Wishes | None = None) -> int:

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance
+from sklearn.datasets import load_digits, load_sample_image, load_sample_images
 
 NUM_TEST = 597
 
@@ -35,3 +36,25 @@ def write_photographs(folder: Path, count: int, width: int, height: int, seed: i
         target = folder / ("temple", "flower")[number % 2] / f"{number:06d}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
         cut.save(target, quality=90)
+
+
+def photographs_to_compare() -> dict[str, Image.Image]:
+    """Both photographs, and what is made of them to be hard on colour operators, by name."""
+    china, flower = (Image.fromarray(load_sample_image(f"{name}.jpg")) for name in ("china", "flower"))
+    return {
+        "china": china,
+        "flower": flower,
+        "dark": Image.fromarray(with_mean(np.asarray(china), 31)),
+        "bright": Image.fromarray(with_mean(np.asarray(china), 220)),
+        "saturated": ImageEnhance.Color(flower).enhance(2.5),
+    }
+
+
+def with_mean(image: NDArray[np.uint8], mean: float) -> NDArray[np.uint8]:
+    """The image made darker or brighter by a power law until its pixels' mean is `mean`."""
+    low, high = 0.05, 20.0
+    for _ in range(40):
+        power = (low * high) ** 0.5
+        changed = 255 * (image / 255) ** power
+        low, high = (power, high) if changed.mean() > mean else (low, power)
+    return np.round(changed).astype(np.uint8)

@@ -79,11 +79,14 @@ def test_the_resolved_config_and_the_pictures_are_artifacts(done):
         assert sum(name.startswith(f"{key}+step+") for name in names) >= 2
 
 
-def test_the_contact_sheet_shows_two_different_views_of_each_image(done):
+def test_the_contact_sheet_shows_two_different_views_of_each_image_and_torchvisions(done):
     sheet = np.asarray(Image.open(next((done[0] / "images" / "views").glob("*.png"))).convert("L"), float)
-    left, right = sheet[30:, : sheet.shape[1] // 2], sheet[30:, -(sheet.shape[1] // 2) :]
-    assert sheet.shape[0] >= 8 * 96 and sheet.shape[1] >= 2 * 96
-    assert left.std() > 20 and right.std() > 20 and np.abs(left - right).mean() > 5
+    width = (sheet.shape[1] - 4) // 4
+    assert sheet.shape[0] >= 8 * 96 and width >= 4 + 96
+    first, second, *theirs = (sheet[30:, 4 + column * width :][:, : width - 4] for column in range(4))
+    assert first.std() > 20 and second.std() > 20 and np.abs(first - second).mean() > 5
+    for ours, reference in zip((first, second), theirs, strict=True):
+        assert np.abs(ours - reference).mean() < 2
 
 
 def test_the_correlation_map_shows_its_diagonal(done):

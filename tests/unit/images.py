@@ -13,16 +13,6 @@ def photo(name: str, width: int = 250, height: int = 167) -> NDArray[np.uint8]:
     return np.asarray(Image.fromarray(load_sample_image(f"{name}.jpg")).resize((width, height)))
 
 
-def with_mean(image: NDArray[np.uint8], mean: float) -> NDArray[np.uint8]:
-    """The image made darker or brighter by a power law until its pixels' mean is `mean`."""
-    low, high = 0.05, 20.0
-    for _ in range(40):
-        power = (low * high) ** 0.5
-        changed = 255 * (image / 255) ** power
-        low, high = (power, high) if changed.mean() > mean else (low, power)
-    return np.round(changed).astype(np.uint8)
-
-
 def crops(count: int, size: int = 40, channels: int = 3) -> list[NDArray[np.uint8]]:
     """Different pieces of the photographs, of unlike sizes from `size` on."""
     pieces = []

@@ -103,7 +103,7 @@ def test_off_diag_of_unrelated_features_is_about_d_squared_over_b():
     assert off_diag == pytest.approx(dim * (dim - 1) / batch, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["views.png", "mlflow.png"])
+@pytest.mark.parametrize("name", ["views.png", "parity.jpg", "mlflow.png"])
 def test_pictures_are_pictures_and_small(name):
     file = ROOT / "docs/pictures" / name
     assert file.stat().st_size < 400_000

@@ -14,6 +14,7 @@ from dali.loader import CheckLoader, EvalLoader, TwoViewLoader
 from dali.order import Shard
 from dali.sources import FolderSource, open_source
 from dali.spec import DataSpec, ViewsSpec
+from dali.torchvision_reference import original
 from pipeline.commands import check_data
 
 ALONE = Shard(0, 1)
@@ -55,6 +56,25 @@ def test_a_format_is_decoded_as_documented(shown, name):
     top, left = (round((side - zoo.HEIGHT) / 2) for side in (height, width))
     expected = pixels[top : top + zoo.HEIGHT, left : left + zoo.HEIGHT]
     assert np.abs(shown[name] - expected).max() <= EXACT
+
+
+def test_pil_reads_the_originals_as_documented(folder):
+    """For torchvision's views of the same images."""
+    source = FolderSource(folder)
+    for index in range(len(source)):
+        pixels = zoo.good()[source.name(index)][1]
+        np.testing.assert_array_equal(original(source, index, 3), pixels, source.name(index))
+        grey = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
+        assert np.abs(original(source, index, 1) - grey.astype(int)).max() <= 1, source.name(index)
+
+
+def test_what_pil_cannot_read_is_named(tmp_path):
+    zoo.write(tmp_path, {name: content for name, (content, _) in zoo.bad().items()})
+    source = FolderSource(tmp_path)
+    for name in ("text.jpg", "cut_at_60_per_cent.jpg", "cut_in_half.png"):
+        index = next(index for index in range(len(source)) if source.name(index) == name)
+        with pytest.raises(InputError, match=f"'{name}': PIL cannot read it"):
+            original(source, index, 3)
 
 
 def test_training_sees_the_pixels_that_evaluation_sees(folder, shown):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import RandomResizedCrop, transforms
 
 from dali.errors import InputError
 from dali.operands import crop_windows
@@ -167,6 +167,47 @@ def test_crops_are_distributed_as_torchvisions(height, width):
     error = 5 * np.sqrt((ours.var(axis=0) + drawn.var(axis=0)) / 2000)
     assert (abs(ours.mean(axis=0) - drawn.mean(axis=0)) <= error).all()
     assert (abs(ours.std(axis=0) - drawn.std(axis=0)) <= error).all()
+
+
+class Drawn:
+    """In torch's place in torchvision's transforms: gives one row's draws, in the order in which they are asked for."""
+
+    def __init__(self, params):
+        tries = zip(params["area"], np.log(params["ratio"]), strict=True)
+        self.draws = iter([draw for both in tries for draw in both])
+        self.places = iter([params["top"], params["left"]])
+        self.tries = 0
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, count):
+        return self
+
+    def uniform_(self, low, high):
+        self.tries += 0.5
+        draw = next(self.draws)
+        assert low - 1e-6 <= draw <= high + 1e-6
+        return torch.tensor([draw])
+
+    def randint(self, low, high, size):
+        return torch.tensor([math.floor(low + next(self.places) * (high - low))])
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (100, 230), (64, 64), (3, 8), (1, 1), (5, 2)])
+def test_a_crop_is_the_one_that_torchvision_makes_of_the_same_draws(monkeypatch, height, width):
+    spec = ViewsSpec(crop_area=(0.4, 1))  # so that many tries do not fit
+    params = view_params(0, 0, MANY[:200], 0, spec, 3)
+    corner, extent = crop_windows(params, np.full((200, 2), [height, width]), spec)
+    image, tries = torch.empty(3, height, width), set()
+    for row, window in zip(params, np.concatenate([corner, extent], axis=1).tolist(), strict=True):
+        drawn = Drawn(row)
+        monkeypatch.setattr(transforms, "torch", drawn)
+        assert list(RandomResizedCrop.get_params(image, spec.crop_area, spec.crop_ratio)) == window
+        fallen_back = next(drawn.places, None) is not None
+        tries.add("fallback" if fallen_back else int(drawn.tries))
+    if (height, width) == (100, 230):
+        assert tries >= {1, 2, 3, 9, 10, "fallback"}
 
 
 def test_a_crop_that_never_fits_falls_back_to_the_centre():

@@ -13,13 +13,14 @@ def normalise(pixels):
 
 
 def test_sheet_shows_each_view_of_each_image_with_its_own_pixels():
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 40, 48, 3), dtype=np.uint8)
-    y1, y2 = normalise(pixels[0]), normalise(pixels[1])
-    sheet = contact_sheet(y1, torch.from_numpy(y2), MEAN, STD, rows=4)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 40, 48, 3), dtype=np.uint8)
+    y1, y2, y3 = map(normalise, pixels)
+    sheet = contact_sheet({"view 1": y1, "view 2": torch.from_numpy(y2), "a third": y3}, MEAN, STD, rows=4)
     height, width = 120, 144  # three times 40 x 48: the smallest multiple of 96 px and more
     assert sheet.dtype == np.uint8
-    assert sheet.shape == (HEADER + 4 * (height + GAP), 2 * (width + GAP) + GAP, 3)
-    for view in (0, 1):
+    assert sheet.shape == (HEADER + 4 * (height + GAP), 3 * (width + GAP) + GAP, 3)
+    headings = set()
+    for view in (0, 1, 2):
         left = GAP + view * (width + GAP)
         for row in range(4):
             top = HEADER + row * (height + GAP)
@@ -27,13 +28,23 @@ def test_sheet_shows_each_view_of_each_image_with_its_own_pixels():
             assert np.array_equal(cell[1::3, 1::3], pixels[view, row])
             assert np.array_equal(cell, pixels[view, row].repeat(3, 0).repeat(3, 1))
         assert (sheet[:HEADER, left : left + width] < 100).any()  # a heading over each column
-    assert not np.array_equal(sheet[:HEADER, :width], sheet[:HEADER, width + GAP : 2 * width + GAP])
+        headings.add(sheet[:HEADER, left : left + width].tobytes())
+    assert len(headings) == 3
+
+
+def test_headings_stay_over_their_columns():
+    y = np.zeros((1, 3, 96, 96), np.float32)
+    headings = ("view 1", "view 2", "torchvision's 1", "torchvision's 2")
+    sheet = contact_sheet(dict.fromkeys(headings, y), MEAN, STD)
+    for column in range(1, 4):
+        left = GAP + column * (96 + GAP)
+        assert (sheet[:HEADER, left - GAP : left - 1] == 255).all()
 
 
 def test_sheet_of_one_channel_and_fewer_images_than_rows():
     pixels = np.arange(2 * 28 * 28, dtype=np.int64).reshape(2, 1, 28, 28) % 256
     y = ((pixels / 255 - 0.3) / 0.4).astype(np.float32)
-    sheet = contact_sheet(y, y[:, :, :, ::-1], (0.3,), (0.4,))
+    sheet = contact_sheet({"view 1": y, "view 2": y[:, :, :, ::-1]}, (0.3,), (0.4,))
     assert sheet.shape == (HEADER + 2 * (112 + GAP), 2 * (112 + GAP) + GAP, 3)
     cell = sheet[HEADER : HEADER + 112, GAP : GAP + 112]
     assert np.array_equal(cell[::4, ::4], pixels[0, 0][..., None].repeat(3, -1))
@@ -43,7 +54,8 @@ def test_sheet_of_one_channel_and_fewer_images_than_rows():
 
 def test_sheet_clips_what_lies_outside_the_range():
     y = np.full((1, 3, 96, 96), 50, np.float32)
-    assert (contact_sheet(y, -y, MEAN, STD)[HEADER + 1, [GAP + 1, 2 * GAP + 97]] == [[255] * 3, [0] * 3]).all()
+    sheet = contact_sheet({"1": y, "2": -y}, MEAN, STD)
+    assert (sheet[HEADER + 1, [GAP + 1, 2 * GAP + 97]] == [[255] * 3, [0] * 3]).all()
 
 
 def cells(picture, count):
