@@ -11,6 +11,7 @@ from nvidia.dali.pipeline import Pipeline, do_not_convert
 
 from dali.interface import Source
 from dali.order import VIEW_PARAMS
+from dali.pixels import Threads
 from dali.spec import ViewsSpec
 from dali.views import Node, centre_view, random_view, view_operands
 
@@ -18,7 +19,15 @@ Batch = tuple[Any, ...]  # one array (n, ...) or list of n arrays for each input
 
 
 def random_views(
-    source: Source, spec: ViewsSpec, channels: int, layout: str, feed: Callable[[], Batch], count: int, **how: Any
+    source: Source,
+    spec: ViewsSpec,
+    channels: int,
+    layout: str,
+    feed: Callable[[], Batch],
+    count: int,
+    *,
+    threads: Threads,
+    **how: Any,
 ) -> Pipeline:
     """The first `count` (1 or 2) random views of each image, and `_decode`'s facts.
 
@@ -31,20 +40,27 @@ def random_views(
 
     def build(images: Node, *fed: Node) -> list[Node]:
         nodes = iter(fed)
-        return [random_view(images, {key: next(nodes) for key in keys}, spec, layout) for keys in names]
+        return [random_view(images, {key: next(nodes) for key in keys}, spec, layout, threads) for keys in names]
 
-    return _pipeline(build, feed, 1 + sum(map(len, names)), source, channels, **how)
+    return _pipeline(build, feed, 1 + sum(map(len, names)), source, channels, threads=threads, **how)
 
 
 def labelled_eval(
-    source: Source, spec: ViewsSpec, channels: int, layout: str, feed: Callable[[], Batch], **how: Any
+    source: Source,
+    spec: ViewsSpec,
+    channels: int,
+    layout: str,
+    feed: Callable[[], Batch],
+    *,
+    threads: Threads,
+    **how: Any,
 ) -> Pipeline:
     """The centre of each image, without any draw, and `_decode`'s facts. `feed` gives `Source.feed`'s batches alone."""
 
     def build(images: Node) -> list[Node]:
-        return [centre_view(images, spec, layout)]
+        return [centre_view(images, spec, layout, threads)]
 
-    return _pipeline(build, feed, 1, source, channels, **how)
+    return _pipeline(build, feed, 1, source, channels, threads=threads, **how)
 
 
 def decoded(source: Source, channels: int, feed: Callable[[], Batch], **how: Any) -> Pipeline:
@@ -97,7 +113,7 @@ def _pipeline(
     channels: int,
     *,
     batch: int,
-    threads: int,
+    threads: Threads,
     device_id: int | None,
     prefetch: int,
 ) -> Pipeline:
@@ -112,6 +128,6 @@ def _pipeline(
         images, facts = _decode(inputs[0], source, channels, device_id)
         return (*views(images, *inputs[1:]), *facts)
 
-    pipeline = graph(batch_size=batch, num_threads=threads, device_id=device_id, prefetch_queue_depth=prefetch)
+    pipeline = graph(batch_size=batch, num_threads=threads.count, device_id=device_id, prefetch_queue_depth=prefetch)
     pipeline.build()
     return pipeline

@@ -20,6 +20,7 @@ from dali.errors import InputError
 from dali.graphs import Batch as Fed
 from dali.graphs import decoded
 from dali.interface import Source
+from dali.pixels import Threads
 
 
 def describe_bad(bad: Mapping[str, str]) -> str:
@@ -108,7 +109,12 @@ class Loader:
             "channels_last": channels_last,
             "shape": shape,
         }
-        self._how: dict[str, Any] = {"threads": threads, "device_id": self._device.index, "prefetch": prefetch}
+        self._threads = Threads(threads)
+        self._how: dict[str, Any] = {
+            "threads": self._threads,
+            "device_id": self._device.index,
+            "prefetch": prefetch,
+        }
         self._layout = "HWC" if channels_last else "CHW"
         self._dtype = dtype
         self._shape = shape  # channels, size
@@ -265,6 +271,7 @@ class Loader:
                 _drain(self._made)
                 self._thread.join(timeout=0.05)
             self._thread = None
+        self._threads.shutdown()
         if self._lent is not None:
             self._lent[1].synchronize()
             self._lent = None
