@@ -12,7 +12,7 @@ from nvidia.dali.pipeline import Pipeline, do_not_convert
 from dali.interface import Source
 from dali.order import VIEW_PARAMS
 from dali.pixels import Threads
-from dali.spec import ViewsSpec
+from dali.spec import DecoderSpec, ViewsSpec
 from dali.views import Node, centre_view, random_view, view_operands
 
 Batch = tuple[Any, ...]  # one array (n, ...) or list of n arrays for each input of a graph
@@ -72,7 +72,9 @@ def decoded(source: Source, channels: int, feed: Callable[[], Batch], **how: Any
     return _pipeline(build, feed, 1, source, channels, **how)
 
 
-def _decode(data: Node, source: Source, channels: int, device_id: int | None) -> tuple[Node, list[Node]]:
+def _decode(
+    data: Node, source: Source, channels: int, device_id: int | None, decoder: DecoderSpec
+) -> tuple[Node, list[Node]]:
     """(H, W, C) bytes with the wanted channels, on the pipeline's device.
 
     And of encoded images what their bytes and headers say, on the CPU: length (1,) and height, width, channels (3,). An
@@ -82,7 +84,7 @@ def _decode(data: Node, source: Source, channels: int, device_id: int | None) ->
     if source.encoded:
         files = fn.io.file.read(data) if source.in_files else data
         shape = fn.peek_image_shape(files)
-        images = _decode_within(files, shape, source.max_pixels, channels, colour[channels], device_id)
+        images = _decode_within(files, shape, source.max_pixels, channels, colour[channels], device_id, decoder)
         return images, [files.shape(), shape]
     images = data if device_id is None else data.gpu()
     if source.channels != channels:
@@ -91,14 +93,21 @@ def _decode(data: Node, source: Source, channels: int, device_id: int | None) ->
 
 
 def _decode_within(
-    files: Node, shape: Node, max_pixels: int, channels: int, colour: types.DALIImageType, device_id: int | None
+    files: Node,
+    shape: Node,
+    max_pixels: int,
+    channels: int,
+    colour: types.DALIImageType,
+    device_id: int | None,
+    decoder: DecoderSpec,
 ) -> Node:
     if shape[0] * shape[1] <= max_pixels:
         if device_id is None:
             images = fn.decoders.image(files, output_type=colour)
         else:
             # Upsample colour as the CPU decoder does, so that both devices see the same pixels.
-            images = fn.decoders.image(files, device="mixed", output_type=colour, jpeg_fancy_upsampling=True)
+            how = {"jpeg_fancy_upsampling": True, **decoder.arguments()}
+            images = fn.decoders.image(files, device="mixed", output_type=colour, **how)
     else:
         pixel = np.zeros((1, 1, channels), np.uint8)
         images = types.Constant(pixel, layout="HWC", device="cpu" if device_id is None else "gpu")
@@ -116,8 +125,12 @@ def _pipeline(
     threads: Threads,
     device_id: int | None,
     prefetch: int,
+    decoder: DecoderSpec,
 ) -> Pipeline:
-    """`batch`: the most samples in one; `device_id`: a GPU, or None for the CPU; `prefetch`: batches in the making."""
+    """`batch`: the most samples in one; `device_id`: a GPU, or None for the CPU; `prefetch`: batches in the making.
+
+    `decoder` counts on a GPU alone.
+    """
     # The `if`s of views are Python's, decided here; that of `_decode_within` is the graph's own.
     views = do_not_convert(build)
 
@@ -125,7 +138,7 @@ def _pipeline(
     def graph() -> tuple[Node, ...]:
         layouts = ["" if source.encoded else "HWC"]
         inputs = fn.external_source(feed, num_outputs=num_inputs, batch=True, layout=layouts)
-        images, facts = _decode(inputs[0], source, channels, device_id)
+        images, facts = _decode(inputs[0], source, channels, device_id, decoder)
         return (*views(images, *inputs[1:]), *facts)
 
     pipeline = graph(batch_size=batch, num_threads=threads.count, device_id=device_id, prefetch_queue_depth=prefetch)
