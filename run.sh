@@ -21,7 +21,7 @@ usage() {
   sync-tracking OUTPUT   send what a tracking server missed
   exactness    how equal runs on 1, 2, 3, 4 workers are; exit 1 if a bound is exceeded
   faults       break runs in the ways clusters do; exit 1 if any comes out different from an untouched one
-  bench        autocast, combine, micro-batches, resilience: measurements behind choices
+  bench        autocast, combine, loader, loader-memory, micro-batches, resilience: measurements behind choices
   lint         ruff and mypy
   test         all tests that need no GPU
   test-gpu     the checks that need one

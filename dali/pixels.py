@@ -4,6 +4,7 @@ docs/loader.md has the figures. Each step takes one sample and depends on nothin
 any batch and number of threads; torch's resize of bytes and NumPy's arithmetic start no threads of their own.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,11 +23,13 @@ class Threads(ThreadPoolExecutor):
     """`count` threads, of which the one that calls is the first."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(count, thread_name_prefix="dali")
-        self.count = count
+        super().__init__(max(1, count - 1), thread_name_prefix="dali")
+        self.count, self._begun = count, False
 
     def each(self, step: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """A step of one sample, made one of a batch: lists in, a list out."""
+        """A step of one sample, made one of a batch: lists in, a list out. Called before the graph runs."""
+        if not self._begun:
+            self._begin()
 
         def step_of_batch(*inputs: Sequence[Any]) -> list[Any]:
             done: list[Any] = [None] * len(inputs[0])
@@ -43,6 +46,13 @@ class Threads(ThreadPoolExecutor):
             return done
 
         return step_of_batch
+
+    def _begin(self) -> None:
+        """Start all threads at once: one started from a thread of DALI's would leave a trace of that in `threading`."""
+        self._begun = True
+        together = threading.Barrier(max(1, self.count - 1))
+        for _ in range(self.count - 1):
+            self.submit(together.wait)
 
 
 def resize(

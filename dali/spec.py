@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-Bytes = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(ge=0)]
 Paths = str | tuple[str, ...]
 
 
@@ -26,14 +26,14 @@ class DecoderSpec(Section):
     hw_decoder_load: Probability = Field(
         0.65, description="GPU: share of the JPEGs for its hardware decoder, where it has one; the rest are CUDA's."
     )
-    preallocate_width_hint: Count | None = Field(
-        None, description="GPU: width for which the hardware decoder takes memory at the start; the widest image's."
+    preallocate_width_hint: Whole = Field(
+        0, description="GPU: width for which the hardware decoder takes memory at the start; the widest image's."
     )
-    preallocate_height_hint: Count | None = Field(None, description="GPU: height, likewise; give both.")
-    device_memory_padding: Bytes = Field(
+    preallocate_height_hint: Whole = Field(0, description="GPU: height, likewise; give both, or 0 for neither.")
+    device_memory_padding: Whole = Field(
         2**24, description="GPU: bytes of its memory that each thread takes at the start; a larger image takes more."
     )
-    host_memory_padding: Bytes = Field(
+    host_memory_padding: Whole = Field(
         2**23, description="GPU: bytes of pinned memory, twice that each thread takes at the start, likewise."
     )
     hybrid_huffman_threshold: Count = Field(
@@ -42,13 +42,13 @@ class DecoderSpec(Section):
 
     @model_validator(mode="after")
     def _both_sides(self) -> "DecoderSpec":
-        if (self.preallocate_width_hint is None) != (self.preallocate_height_hint is None):
+        if (self.preallocate_width_hint == 0) != (self.preallocate_height_hint == 0):
             raise ValueError("preallocate_width_hint and preallocate_height_hint go together; give both or none")
         return self
 
     def arguments(self) -> dict[str, float]:
         """As the operator takes them."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump()
 
 
 class DataSpec(Section):

@@ -1,7 +1,8 @@
 """How many images a second the loader makes, how its time divides, and how many the reference's loader makes.
 
 The reference's is torchvision and PIL in torch's DataLoader, with as many processes as ours has threads. All take turns
-in one run, so that what else the machine does hits all alike; compare ratios, not figures of different runs.
+in one run, so that what else the machine does hits all alike; compare ratios, not figures of different runs. Time on
+cores is counted too, which depends less on what else there is to do.
 """
 
 import statistics
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from dali.folders import FolderSource
@@ -39,11 +41,12 @@ REFERENCE = "torchvision and PIL in a DataLoader"
 
 
 class Row(NamedTuple):
-    """Images a second, one figure a round, and as multiples of the reference's of the same round."""
+    """One figure a round: images a second, as multiples of the reference's of the same round, core seconds an image."""
 
     what: str
     rates: list[float]
     ratios: list[float]
+    costs: list[float]
 
 
 def measure(
@@ -65,32 +68,44 @@ def measure(
             begin[name] = partial(_views, source, spec, batch, how)
         files = [source.path(index) for index in range(len(source))]
         begin[REFERENCE] = partial(reference_loader.batches, files, RECIPE, batch, threads, device)
-        rates: dict[str, list[float]] = {name: [] for name in begin}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in begin}
         for turn in range(rounds * len(begin)):
             name = list(begin)[turn % len(begin)]
             report(f"measuring {name}", turn, rounds * len(begin))
             with closing(begin[name]()) as batches:  # type: ignore[type-var]
-                rates[name].append(_rate(batches, batch, threads, device, seconds))
+                found[name].append(_measured(batches, batch, threads, device, seconds))
         report("measured", rounds * len(begin), rounds * len(begin))
-    theirs = rates[REFERENCE]
-    return [Row(name, own, [a / b for a, b in zip(own, theirs, strict=True)]) for name, own in rates.items()]
+    rows = []
+    for name, turns in found.items():
+        ratios = [own[0] / theirs[0] for own, theirs in zip(turns, found[REFERENCE], strict=True)]
+        rows.append(Row(name, [rate for rate, _ in turns], ratios, [cost for _, cost in turns]))
+    return rows
 
 
-def _rate(batches: Iterator[Any], batch: int, threads: int, device: torch.device, seconds: float) -> float:
-    """Images a second over at least so many seconds.
+def _measured(
+    batches: Iterator[Any], batch: int, threads: int, device: torch.device, seconds: float
+) -> tuple[float, float]:
+    """Images a second over at least so many seconds, and seconds of a core an image, all processes together.
 
     The first batches, one a process of the reference, are not counted: they bear the start. As nobody works on a
     batch, none lie ready when the clock starts.
     """
     for _ in range(threads + 1):
         next(batches)
-    start, taken = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
+    start, used, taken = time.perf_counter(), _core_seconds(), 0
+    while taken == 0 or time.perf_counter() - start < seconds:
         next(batches)
         taken += batch
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return taken / (time.perf_counter() - start)
+    return taken / (time.perf_counter() - start), (_core_seconds() - used) / taken
+
+
+def _core_seconds() -> float:
+    """Spent so far by this process and those it has started that still run."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(float(spent.user + spent.system) for spent in times)
 
 
 def _decoded(source: FolderSource, batch: int, how: dict[str, Any]) -> Iterator[Any]:
@@ -110,10 +125,10 @@ def _views(source: FolderSource, spec: ViewsSpec, batch: int, how: dict[str, Any
 
 def table(rows: list[Row]) -> str:
     """The rows in Markdown: medians, and in brackets the smallest and largest of the rounds."""
-    lines = ["| two views of each image | images/s | of torchvision's |", "|---|---|---|"]
+    lines = ["| two views of each image | images/s | times torchvision's | core ms an image |", "|---|---|---|---|"]
     for row in rows:
         rates, ratios = _spread(row.rates, ",.0f"), _spread(row.ratios, ".2f")
-        lines.append(f"| {row.what} | {rates} | {ratios} |")
+        lines.append(f"| {row.what} | {rates} | {ratios} | {_spread([1000 * cost for cost in row.costs], '.2f')} |")
     return "\n".join(lines)
 
 
