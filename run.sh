@@ -23,7 +23,7 @@ usage() {
   exactness    how equal runs on 1, 2, 3, 4 workers are; exit 1 if a bound is exceeded
   parity       how far views are from torchvision's on the same draws; exit 1 if a bound is exceeded
   faults       break runs in the ways clusters do; exit 1 if any comes out different from an untouched one
-  bench        autocast, combine, elastic, micro-batches, resilience: measurements behind choices
+  bench        autocast, combine, elastic, loader, loader-memory, micro-batches, resilience: measurements behind choices
   lint         ruff and mypy
   test         all tests that need no GPU
   test-gpu     the checks that need one

@@ -12,8 +12,10 @@ from dali.graphs import decoded, labelled_eval, random_views
 from dali.interface import Source
 from dali.order import Shard, split, steps_per_epoch, view_params, worker_indices, worker_positions
 from dali.running import Loader, Work
-from dali.spec import ViewsSpec
+from dali.spec import DecoderSpec, ViewsSpec
 from dali.views import view_operands
+
+GPU_DECODER = DecoderSpec()
 
 
 class Batch(NamedTuple):
@@ -60,9 +62,11 @@ class TrainLoader(Loader, Generic[Item]):
         prefetch: int = 2,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        decoder: DecoderSpec = GPU_DECODER,
         report_bad: bool = False,
     ) -> None:
-        """`device` is "cpu" or "cuda:N"; `threads` DALI's own; `prefetch` batches are in the making at a time.
+        """`device` is "cpu" or "cuda:N"; `threads` DALI's own; `prefetch` batches are in the making at a time;
+        `decoder` counts on a GPU alone.
 
         With `report_bad`, a batch with images that cannot be read is given with zeros for them, named in `bad`: then
         call `replace`. Without, it ends the iteration with an InputError.
@@ -70,7 +74,7 @@ class TrainLoader(Loader, Generic[Item]):
         Raises:
             InputError: the source has fewer images than the global batch.
         """
-        super().__init__(source, device, threads, prefetch, dtype, channels_last, (channels, views.size))
+        super().__init__(source, device, threads, prefetch, dtype, channels_last, (channels, views.size), decoder)
         self._views, self._channels, self._report_bad = views, channels, report_bad
         self.seed, self.global_batch = seed, global_batch
         self._epoch_steps = steps_per_epoch(len(source), global_batch)
@@ -186,9 +190,10 @@ class EvalLoader(Loader):
         prefetch: int = 2,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        decoder: DecoderSpec = GPU_DECODER,
     ) -> None:
         """`batch`: images at a time; the rest as in `TwoViewLoader`."""
-        super().__init__(source, device, threads, prefetch, dtype, channels_last, (channels, views.size))
+        super().__init__(source, device, threads, prefetch, dtype, channels_last, (channels, views.size), decoder)
         every = np.arange(len(source), dtype=np.int64) if indices is None else np.asarray(indices, np.int64)
         self._indices = every[split(len(every), shard.count)[shard.index]]
         self._batch = batch
@@ -229,8 +234,17 @@ class CheckLoader(Loader):
     """Decodes every image of an encoded source once, and gives no pixels: of each batch its indices, the images' (n, 2)
     heights and widths, and which rows are bad and why. A bad image has no size."""
 
-    def __init__(self, source: Source, *, channels: int, batch: int, threads: int) -> None:
-        super().__init__(source, "cpu", threads, 2, torch.int64, False, (channels, 0))
+    def __init__(
+        self,
+        source: Source,
+        *,
+        channels: int,
+        batch: int,
+        threads: int,
+        device: str = "cpu",
+        decoder: DecoderSpec = GPU_DECODER,
+    ) -> None:
+        super().__init__(source, device, threads, 2, torch.int64, False, (channels, 0), decoder)
         self._batch = batch
         self._start(lambda feed: decoded(source, channels, feed, batch=batch, **self._how), self._batches())
 

@@ -2,6 +2,7 @@
 are set aside without stopping it.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from dali.errors import InputError
 from dali.graphs import Batch as Fed
 from dali.graphs import decoded
 from dali.interface import Source
+from dali.pixels import Threads
+from dali.spec import DecoderSpec
 
 
 def describe_bad(bad: Mapping[str, str]) -> str:
@@ -94,6 +97,7 @@ class Loader:
         dtype: torch.dtype,
         channels_last: bool,
         shape: tuple[int, int],
+        decoder: DecoderSpec,
     ) -> None:
         self.wait_seconds = 0.0  # spent in the last `next()` waiting for data
         self.bad: dict[int, str] = {}  # rows of the last batch whose images are bad, and why; their pixels are zeros
@@ -107,8 +111,15 @@ class Loader:
             "dtype": dtype,
             "channels_last": channels_last,
             "shape": shape,
+            "decoder": decoder,
         }
-        self._how: dict[str, Any] = {"threads": threads, "device_id": self._device.index, "prefetch": prefetch}
+        self._threads = Threads(threads)
+        self._how: dict[str, Any] = {
+            "threads": self._threads,
+            "device_id": self._device.index,
+            "prefetch": prefetch,
+            "decoder": decoder,
+        }
         self._layout = "HWC" if channels_last else "CHW"
         self._dtype = dtype
         self._shape = shape  # channels, size
@@ -121,6 +132,7 @@ class Loader:
     def _start(self, make: Callable[[Callable[[], Fed]], Any], batches: Iterator[Work]) -> None:
         """Run the graph that `make` builds around a feed, over `batches`."""
         self._thread = threading.Thread(target=self._produce, args=(make, batches), name="dali", daemon=True)
+        atexit.register(self.close)  # a graph that still runs when the interpreter ends would abort it
         self._thread.start()
 
     def _produce(self, make: Callable[[Callable[[], Fed]], Any], batches: Iterator[Work]) -> None:
@@ -260,11 +272,13 @@ class Loader:
     def close(self) -> None:
         """End the thread and free the graph; the loader gives no more batches. Harmless when called again."""
         self._stop.set()
+        atexit.unregister(self.close)
         if self._thread is not None:
             while self._thread.is_alive():
                 _drain(self._made)
                 self._thread.join(timeout=0.05)
             self._thread = None
+        self._threads.shutdown()
         if self._lent is not None:
             self._lent[1].synchronize()
             self._lent = None

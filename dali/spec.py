@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
 Paths = str | tuple[str, ...]
 
 
@@ -14,6 +15,40 @@ class Section(BaseModel):
     """Base of every section: frozen, unknown keys refused, NaN and infinity refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class DecoderSpec(Section):
+    """How a GPU decodes JPEGs: load and memory, by DALI's names. The CPU's decoder has no such settings.
+
+    Defaults: those of DALI's `fn.decoders.image`.
+    """
+
+    hw_decoder_load: Probability = Field(
+        0.65, description="GPU: share of the JPEGs for its hardware decoder, where it has one; the rest are CUDA's."
+    )
+    preallocate_width_hint: Whole = Field(
+        0, description="GPU: width for which the hardware decoder takes memory at the start; the widest image's."
+    )
+    preallocate_height_hint: Whole = Field(0, description="GPU: height, likewise; give both, or 0 for neither.")
+    device_memory_padding: Whole = Field(
+        2**24, description="GPU: bytes of its memory that each thread takes at the start; a larger image takes more."
+    )
+    host_memory_padding: Whole = Field(
+        2**23, description="GPU: bytes of pinned memory, twice that each thread takes at the start, likewise."
+    )
+    hybrid_huffman_threshold: Count = Field(
+        1_000_000, description="GPU: an image with more pixels is Huffman-decoded partly on the GPU, not on the CPU."
+    )
+
+    @model_validator(mode="after")
+    def _both_sides(self) -> "DecoderSpec":
+        if (self.preallocate_width_hint == 0) != (self.preallocate_height_hint == 0):
+            raise ValueError("preallocate_width_hint and preallocate_height_hint go together; give both or none")
+        return self
+
+    def arguments(self) -> dict[str, float]:
+        """As the operator takes them."""
+        return self.model_dump()
 
 
 class DataSpec(Section):
@@ -44,6 +79,7 @@ class DataSpec(Section):
         None, description="DALI threads of each worker; null: the cores of the machine divided by its workers."
     )
     prefetch: Count = Field(2, description="Batches prepared ahead of training.")
+    decoder: DecoderSpec = DecoderSpec()
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""The view recipe as DALI operators: crop, resize, blur, colour, solarize, normalise; the same on CPU and GPU.
+"""The view recipe as a DALI graph: crop, resize, blur, colour, solarize, normalise; the same on CPU and GPU.
 
-Pixels stay bytes between the operators, as in PIL. Order differs from the reference's in one place: the blur comes
-before the colour map, with which it commutes but for clipping, so that the map can end in bytes.
+Pixels stay levels of bytes between the operators, as in PIL. Order differs from the reference's in one place: the blur
+comes before the colour map, with which it commutes but for clipping, so that the map can end in bytes. On the CPU some
+steps are not DALI's operators but those of `pixels`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from dali.operands import (
     view_sizes,
 )
 from dali.order import CROP_TRIES
+from dali.pixels import Threads, finish, resize
 from dali.spec import ViewsSpec
 
 Node = Any  # a DALI DataNode: its package has no types
@@ -55,26 +57,23 @@ def view_operands(
     return operands
 
 
-def random_view(images: Node, fed: Mapping[str, Node], spec: ViewsSpec, layout: str) -> Node:
+def random_view(images: Node, fed: Mapping[str, Node], spec: ViewsSpec, layout: str, threads: Threads) -> Node:
     """One view of each image (uint8, HWC): float32, (C, S, S) or (S, S, C) by `layout`, normalised."""
-    gpu = images.device == "gpu"
     if "corner" in fed:
-        corner, extent = fed["corner"], fed["extent"]
+        window = fed["corner"], fed["extent"]
     else:
-        corner, extent = crop_window(images.shape(), fed["tries"], fed["place"], spec)
-    # Not `resize(roi_start=...)`, which reads pixels outside the window.
-    pixels = fn.slice(images, corner, extent, axes=[0, 1])
-    pixels = fn.resize(pixels, size=fed["size"], interp_type=types.INTERP_CUBIC, antialias=spec.antialias)
-    plain = pixels
+        window = crop_window(images.shape(), fed["tries"], fed["place"], spec)
+    pixels = _resize(images, fed["size"], window, spec, threads)
     if "column" in fed:
         # Kernels stay on the CPU on both devices: their sizes plan the launch.
         pixels = fn.filter(pixels, fed["column"], border="clamp")
         pixels = fn.filter(pixels, fed["row"], border="clamp")
+    if pixels.device == "cpu":
+        return _finish(pixels, fed, spec, layout, threads)
     if "colour" in fed:
-        pixels = _map_colour(pixels, plain, fed)
+        pixels = _map_colour(pixels, fed)
     if "solarize" in fed:
-        mask = fed["solarize"].gpu() if gpu else fed["solarize"]
-        pixels = dmath.min(pixels, pixels ^ mask)
+        pixels = dmath.min(pixels, pixels ^ fed["solarize"].gpu())
     return normalise(pixels, spec, layout)
 
 
@@ -84,15 +83,36 @@ def normalise(pixels: Node, spec: ViewsSpec, layout: str) -> Node:
     return fn.crop_mirror_normalize(pixels, mean=mean, std=std, dtype=types.FLOAT, output_layout=layout)
 
 
-def _map_colour(pixels: Node, plain: Node, fed: Mapping[str, Node]) -> Node:
-    """M p + K mean (see `operands.colour_maps`), as bytes, rounded and clipped."""
+def _resize(images: Node, size: Node, window: tuple[Node, ...], spec: ViewsSpec, threads: Threads) -> Node:
+    """A window (corner, extent) of each image, or with () the whole of it, at a size; a negative width mirrors."""
+    if images.device == "cpu" and spec.antialias:
+        return _call(threads.each(resize), images, size, *window, layout="HWC")
+    if window:  # not `resize(roi_start=...)`, which reads pixels outside the window
+        images = fn.slice(images, *window, axes=[0, 1])
+    return fn.resize(images, size=size, interp_type=types.INTERP_CUBIC, antialias=spec.antialias)
+
+
+def _finish(pixels: Node, fed: Mapping[str, Node], spec: ViewsSpec, layout: str, threads: Threads) -> Node:
+    names = [name for name in ("colour", "pivot", "solarize") if name in fed]
+
+    def step(sample: Any, *values: Any) -> Any:
+        return finish(sample, dict(zip(names, values, strict=True)), spec, layout)
+
+    return _call(threads.each(step), pixels, *(fed[name] for name in names), layout=layout)
+
+
+def _call(function: Callable[..., list[Any]], *inputs: Node, layout: str) -> Node:
+    return fn.python_function(*inputs, function=function, batch_processing=True, output_layouts=layout)
+
+
+def _map_colour(pixels: Node, fed: Mapping[str, Node]) -> Node:
+    """M p + K mean (see `operands.colour_maps`), as bytes, rounded and clipped; on the GPU."""
     if "pivot" not in fed:
         return fn.coord_transform(pixels, M=fed["colour"], dtype=types.UINT8)
-    mean = fn.reductions.mean(plain, axes=[0, 1], keep_dims=True)
+    mean = fn.reductions.mean(pixels, axes=[0, 1], keep_dims=True)
+    # The offset is on the device, where arguments of operators cannot be.
     offset = fn.squeeze(fn.coord_transform(mean, M=fed["pivot"]), axes=[0, 1])
-    if pixels.device == "gpu":  # there the offset is on the device, where arguments of operators cannot be
-        return fn.cast(fn.coord_transform(pixels, M=fed["colour"]) + offset, dtype=types.UINT8)
-    return fn.coord_transform(pixels, M=fed["colour"], T=offset, dtype=types.UINT8)
+    return fn.cast(fn.coord_transform(pixels, M=fed["colour"]) + offset, dtype=types.UINT8)
 
 
 def crop_window(shape: Node, tries: Node, place: Node, spec: ViewsSpec) -> tuple[Node, Node]:
@@ -118,16 +138,14 @@ def crop_window(shape: Node, tries: Node, place: Node, spec: ViewsSpec) -> tuple
     return fn.cast(corner, dtype=types.INT32), fn.cast(extent, dtype=types.INT32)
 
 
-def centre_view(images: Node, spec: ViewsSpec, layout: str) -> Node:
+def centre_view(images: Node, spec: ViewsSpec, layout: str, threads: Threads) -> Node:
     """The evaluation view: short side to size / test_crop (bicubic), centre cut out, normalised."""
     shape = images.shape()
     height, width = shape[0], shape[1]
     short = round(spec.size / spec.test_crop)
     # Whole numbers: the short side must come out exact. The long one is cut down, as torchvision does.
     size = fn.stack(height, width) * short // dmath.min(height, width)
-    pixels = fn.resize(
-        images, size=fn.cast(size, dtype=types.FLOAT), interp_type=types.INTERP_CUBIC, antialias=spec.antialias
-    )
+    pixels = _resize(images, fn.cast(size, dtype=types.FLOAT), (), spec, threads)
     spare = size - spec.size
     half = spare // 2
     corner = half + (spare & half & 1)  # Python's round of spare / 2, which goes to the even neighbour

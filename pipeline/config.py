@@ -7,7 +7,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dali.errors import InputError
-from dali.spec import Count, DataSpec, Positive, Section, ViewsSpec
+from dali.spec import Count, DataSpec, DecoderSpec, Positive, Section, ViewsSpec
 
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -242,6 +242,8 @@ class Config(Section):
             raise ValueError(
                 f"views.mean: {len(self.views.mean)} values for data.channels={self.data.channels}; give one each"
             )
+        if self.device == "cpu" and self.data.decoder != DecoderSpec():
+            raise ValueError("data.decoder: is how a GPU decodes and has no effect with device: cpu; remove it")
         if self.schedule.warmup_epochs > self.train.epochs:
             raise ValueError(
                 f"schedule.warmup_epochs: {self.schedule.warmup_epochs:g} is more than "

@@ -13,12 +13,13 @@ from pipeline.config import Config
 
 
 def settings(config: Config, device: torch.device, threads: int) -> dict[str, Any]:
-    """What every loader is told: channels, device, DALI's threads, type and memory order of the pixels."""
+    """What every loader is told: channels, device, DALI's threads and decoder, type and memory order of the pixels."""
     return {
         "channels": config.data.channels,
         "device": str(device),
         "threads": threads,
         "prefetch": config.data.prefetch,
+        "decoder": config.data.decoder,
         "dtype": getattr(torch, config.precision.dtype),
         "channels_last": config.precision.channels_last,
     }

@@ -20,6 +20,7 @@ NOT_SHAPING_KEYS = {
     "data.max_bad_files",
     "data.threads",
     "data.prefetch",
+    "data.decoder",
     "train.stop_after_steps",
     "train.max_minutes",
     "train.on_non_finite",
@@ -39,10 +40,12 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Sections as one mapping of dotted keys, without those that shape nothing."""
     found: dict[str, Any] = {}
     for key, value in values.items():
+        if (name := f"{prefix}{key}") in NOT_SHAPING_KEYS:
+            continue
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}" not in NOT_SHAPING_KEYS:
-            found[f"{prefix}{key}"] = value
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value
     return found
 
 

@@ -33,6 +33,17 @@ def run(args: list[str]) -> int:
     resilience.add_argument("words", nargs="*", metavar="key.path=value", help="of configs/fashion_mnist.yaml")
     elastic = verbs.add_parser("elastic", help="a run whose workers come and go, laid over one of one worker")
     elastic.add_argument("--write", type=Path, metavar="FOLDER", help="also write elastic.md and elastic.png there")
+    loader = verbs.add_parser("loader", help="images a second: ours, its stages, and torchvision's with PIL")
+    loader.add_argument("--seconds", type=float, default=5, metavar="S", help="of each measurement (5)")
+    loader.add_argument("--rounds", type=_count, default=5, metavar="N", help="in which all take turns (5)")
+    loader.add_argument("--batch", type=_count, default=64)
+    loader.add_argument("--hw-decoder-load", type=float, metavar="X", help="data.decoder.hw_decoder_load, with cuda")
+    memory = verbs.add_parser("loader-memory", help="resident memory and open files of the loaders, an epoch at a time")
+    memory.add_argument("--epochs", type=_count, default=20, metavar="N", help="after a warm-up (20)")
+    for verb in (loader, memory):
+        verb.add_argument("--images", type=_count, default=256, metavar="N", help="500x375 JPEGs, made for this (256)")
+        verb.add_argument("--threads", type=_count, metavar="N", help="also processes of torchvision's (all cores)")
+        verb.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(args)
     if "HOROVOD_RANK" not in os.environ and getattr(options, "np", 1) > 1:
         return run_again_with_workers(options.np, ["bench", *args], {})
@@ -40,10 +51,18 @@ def run(args: list[str]) -> int:
         "autocast": _autocast,
         "combine": _combine,
         "elastic": _elastic,
+        "loader": _loader,
+        "loader-memory": _loader_memory,
         "micro-batches": _micro_batches,
         "resilience": _resilience,
     }
     return kinds[options.what](options)
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return count
 
 
 def _numbers(text: str) -> list[int]:
@@ -90,6 +109,40 @@ def _elastic(options: argparse.Namespace) -> int:
         bench_elastic.figure(found, options.write / "elastic.png")
         (options.write / "elastic.md").write_text(text + "\n")
     return 0
+
+
+def _loader(options: argparse.Namespace) -> int:
+    from pipeline import config
+    from pipeline.bench_loader import measure, table
+    from pipeline.cores import usable_cores
+    from pipeline.workers import choose_device
+
+    if options.images < options.batch:
+        raise InputError(f"--images {options.images}: are fewer than --batch {options.batch}; give as many or more")
+    threads = options.threads or usable_cores()
+    device = choose_device(options.device, 0, 1)
+    words = [] if options.hw_decoder_load is None else [f"data.decoder.hw_decoder_load={options.hw_decoder_load}"]
+    decoder = config.load(None, [f"device={options.device}", *words]).data.decoder
+    rows = measure(device, threads, options.seconds, options.rounds, options.batch, options.images, decoder)
+    print(table(rows), flush=True)
+    return 0
+
+
+def _loader_memory(options: argparse.Namespace) -> int:
+    from pipeline.bench_loader import HEIGHT, WIDTH
+    from pipeline.bench_loader_memory import BOUND, measure, slope
+    from pipeline.cores import usable_cores
+    from pipeline.workers import choose_device
+
+    device, threads = choose_device(options.device, 0, 1), options.threads or usable_cores()
+    rows = []
+    print("| epoch | resident, MiB | open files | threads |\n|---|---|---|---|")
+    for row in measure(device, threads, options.epochs, options.images, min(64, options.images), 224, WIDTH, HEIGHT):
+        rows.append(row)
+        print(f"| {len(rows)} | {row.resident / 2**20:,.1f} | {row.files} | {row.threads} |", flush=True)
+    growth = slope(rows)
+    print(f"\n{100 * growth:+.3f} % an epoch; the bound is {100 * BOUND:.1f} %")
+    return 0 if growth <= BOUND and rows[-1].files <= rows[0].files else 1
 
 
 def _micro_batches(options: argparse.Namespace) -> int:

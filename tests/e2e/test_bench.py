@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from pipeline import bench_combine, bench_resilience
+from dali.spec import ViewsSpec
+from pipeline import bench_combine, bench_loader, bench_loader_memory, bench_resilience, reference_loader
 from pipeline.bench_micro_batches import measure
+from pipeline.samples import write_photographs
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +48,52 @@ def test_more_micro_batches_hold_less():
     one, four = measure("convnet4", 48, 96, [1, 4], "cpu")
     assert (one.micro_batches, four.micro_batches) == (1, 4)
     assert 0 < four.held < 0.6 * one.held
+
+
+def test_the_loader_is_measured_with_its_stages_and_the_reference():
+    rows = bench_loader.measure(torch.device("cpu"), threads=1, seconds=0.01, rounds=1, batch=4, images=4)
+    rates = {row.what: row.rates[0] for row in rows}
+    assert list(rates) == [
+        bench_loader.DECODED,
+        *bench_loader.STAGES,
+        bench_loader.UNFILTERED,
+        bench_loader.REFERENCE,
+    ]
+    assert all(rate > 0 for rate in rates.values())
+    assert rates[bench_loader.DECODED] > 1.5 * rates[bench_loader.WHOLE]
+    for row in rows:
+        assert row.ratios == [row.rates[0] / rates[bench_loader.REFERENCE]]
+    assert rows[-1].costs[0] > 0, "the cores of the reference's processes are counted"
+    row = bench_loader.Row("it", [100.0, 300.0, 200.0], [1.0, 3.0, 2.0], [0.005, 0.004, 0.006])
+    *_, line = bench_loader.table([row]).splitlines()
+    assert line == "| it | 200 (100 to 300) | 2.00 (1.00 to 3.00) | 5.00 (4.00 to 6.00) |"
+
+
+def test_the_reference_draws_two_views_of_the_recipe(tmp_path):
+    write_photographs(tmp_path, 2, 60, 40)
+    spec = ViewsSpec(size=32, flip=0, grey=1, blur=(0, 0), solarize=(0, 1), crop_area=(1, 1), crop_ratio=(1.5, 1.5))
+    files = sorted(tmp_path.glob("*/*.jpg"))
+    y1, y2 = reference_loader.TwoViews(files, spec)[3]
+    assert y1.shape == y2.shape == (3, 32, 32)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (spec.mean, spec.std))
+    levels = [255 * (view * std + mean) for view in (y1, y2)]
+    assert all((level - level[0]).abs().max() < 1e-3 for level in levels), "grey"
+    assert levels[0].max() > 128 and levels[1].max() < 127.5, "the second is solarized"
+    assert not torch.equal(y1, reference_loader.TwoViews(files, spec)[3][0]), "jitter is drawn"
+
+
+def test_loading_for_long_holds_no_more():
+    rows = list(
+        bench_loader_memory.measure(torch.device("cpu"), 1, 20, images=16, batch=8, size=48, width=64, height=48)
+    )
+    assert len(rows) == 20 and rows[0].resident > 50e6
+    assert bench_loader_memory.slope(rows) <= bench_loader_memory.BOUND
+    assert {row.files for row in rows} == {rows[0].files} and {row.threads for row in rows} == {rows[0].threads}
+
+
+def test_a_leak_is_a_slope():
+    rows = [bench_loader_memory.Epoch(1000 + 3 * epoch, 5, 2) for epoch in range(20)]
+    assert bench_loader_memory.slope(rows) == pytest.approx(3 / (1000 + 3 * 9.5))
 
 
 def test_every_part_of_what_keeps_a_run_safe_is_timed():

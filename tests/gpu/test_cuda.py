@@ -5,13 +5,14 @@ import json
 from contextlib import nullcontext
 
 import numpy as np
+import nvidia.dali.fn as fn
 import pytest
 import torch
 
 from dali.loader import Batch, EvalLoader, TwoViewLoader
 from dali.order import Shard
 from dali.sources import FolderSource
-from dali.spec import ViewsSpec
+from dali.spec import DecoderSpec, ViewsSpec
 from pipeline import checkpoint, config, pretraining, sync_bn, training
 from pipeline.guard import Guard
 from pipeline.loss import BarlowTwinsLoss
@@ -137,6 +138,58 @@ def test_views_are_on_the_gpu_and_stay(photographs):
         assert views.is_cuda and views.double().sum() == total
     with EvalLoader(source, ViewsSpec(), channels=3, batch=10, shard=Shard(0, 1), device="cuda:0") as loader:
         assert sum(len(batch.indices) for batch in loader) == len(source)
+
+
+HINTS = {"preallocate_width_hint": 320, "preallocate_height_hint": 240}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hw_decoder_load": 0.0},
+        {"hw_decoder_load": 1.0, **HINTS},
+        {"device_memory_padding": 0, "host_memory_padding": 0},
+        {"hybrid_huffman_threshold": 1000},
+    ],
+    ids=str,
+)
+def test_views_do_not_depend_on_how_the_gpu_decodes(photographs, settings):
+    how = {"channels": 3, "seed": 0, "global_batch": 16, "shard": Shard(0, 1), "stop_step": 2, "device": "cuda:0"}
+    spec = ViewsSpec(mean=(0, 0, 0), std=(1, 1, 1))
+    made = []
+    for decoder in (DecoderSpec(), DecoderSpec(**settings)):
+        with TwoViewLoader(FolderSource(photographs), spec, decoder=decoder, **how) as loader:
+            made.append([255 * batch.y1 for batch in loader])
+    for plain, other in zip(*made, strict=True):
+        difference = (plain - other).abs()
+        assert difference.mean().item() <= 0.5 and difference.quantile(0.95).item() <= 2.0
+
+
+def test_the_decoders_settings_are_those_it_takes(photographs, monkeypatch):
+    """All of them reach `fn.decoders.image` on the GPU, and none the CPU's decoder."""
+    seen = []
+    original = fn.decoders.image
+
+    def record(files, **arguments):
+        seen.append(arguments)
+        return original(files, **arguments)
+
+    monkeypatch.setattr(fn.decoders, "image", record)
+    decoder = DecoderSpec(hw_decoder_load=0.3, **HINTS)
+    for device in ("cpu", "cuda:0"):
+        with EvalLoader(
+            FolderSource(photographs),
+            ViewsSpec(size=32),
+            channels=3,
+            batch=64,
+            shard=Shard(0, 1),
+            device=device,
+            decoder=decoder,
+        ) as loader:
+            assert len(next(loader).indices) == 64
+    cpu, gpu = seen
+    assert set(cpu) == {"output_type"}
+    assert gpu["device"] == "mixed" and decoder.arguments().items() <= gpu.items()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -1,11 +1,13 @@
 """Every mistake in a config is one line that names the key, the value and the remedy."""
 
 import pytest
+import torch
 import yaml
 
 from dali.errors import InputError
-from pipeline import config
+from pipeline import config, loading
 from pipeline.config import dump, load
+from pipeline.resuming import shaping
 
 MISTAKES = {
     "optimizer.lr_weight=3": "optimizer.lr_weight: unknown key; did you mean lr_weights?",
@@ -22,6 +24,9 @@ MISTAKES = {
     "views.mean=[0.5]": "mean has 1 values and std 3",
     "data.channels=1": "views.mean: 3 values for data.channels=1",
     "data.channels=2": "data.channels: 2 is refused",
+    "data.decoder.hw_decoder_load=1.5": "data.decoder.hw_decoder_load: 1.5 is refused: Input should be less than or",
+    "data.decoder.preallocate_width_hint=500": "preallocate_width_hint and preallocate_height_hint go together",
+    "data.decoder.hybrid_huffman_threshold=-1": "data.decoder.hybrid_huffman_threshold: -1 is refused",
     "device=tpu": "device: 'tpu' is refused",
     "loss.combine=average": "loss.combine: 'average' is refused",
     "schedule.warmup_epochs=2000": "schedule.warmup_epochs: 2000 is more than train.epochs=1000",
@@ -49,6 +54,22 @@ def test_a_mistake_is_one_line(word):
         load(None, [word])
     assert MISTAKES[word] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_how_a_gpu_decodes_is_refused_where_it_has_no_effect_and_reaches_the_loader():
+    words = ["data.decoder.hw_decoder_load=0.9", "data.decoder={preallocate_width_hint: 8, preallocate_height_hint: 9}"]
+    with pytest.raises(InputError, match=r"^data\.decoder: .* no effect with device: cpu; remove it"):
+        load(None, [*words, "device=cpu"])
+    made = load(None, words)
+    assert loading.settings(made, torch.device("cuda:0"), 1)["decoder"].arguments() == {
+        "hw_decoder_load": 0.9,
+        "preallocate_width_hint": 8,
+        "preallocate_height_hint": 9,
+        "device_memory_padding": 2**24,
+        "host_memory_padding": 2**23,
+        "hybrid_huffman_threshold": 1_000_000,
+    }
+    assert shaping(made) == shaping(load(None)), "a run may go on with others"
 
 
 def test_every_mistake_is_named_at_once():

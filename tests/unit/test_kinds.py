@@ -19,7 +19,7 @@ from dali import cache, folders, shards
 from dali.errors import InputError
 from dali.loader import EvalLoader, TwoViewLoader
 from dali.order import Shard
-from dali.sources import open_source
+from dali.sources import exclude_line, open_source
 from dali.spec import DataSpec, ViewsSpec
 
 VIEWS = ViewsSpec(size=24)
@@ -41,7 +41,7 @@ def write_tree(root, count=COUNT):
 
 
 def write_tar(tar_file, files, root, label="cls", suffix=".png"):
-    with tarfile.open(tar_file, "w") as tar:
+    with tarfile.open(tar_file, "w", errors="surrogateescape") as tar:
         for file in files:
             stem = f"{file.parent.name}/{file.stem}"
             content = {".cls": file.parent.name, ".json": json.dumps({"label": file.parent.name})}[f".{label}"]
@@ -53,7 +53,7 @@ def write_tar(tar_file, files, root, label="cls", suffix=".png"):
 
 def as_list(files, target):
     rows = [{"path": os.path.relpath(file, target.parent), "label": file.parent.name} for file in files]
-    with target.open("w", newline="") as stream:
+    with target.open("w", newline="", errors="surrogateescape") as stream:
         if target.suffix == ".csv":
             writer = csv.DictWriter(stream, ["label", "path"])
             writer.writeheader()
@@ -116,6 +116,32 @@ def test_evaluation_reads_every_form(paths, form):
             return [(batch.images.numpy().tobytes(), batch.labels.tolist()) for batch in loader]
 
     assert images(paths[form]) == images(paths["tree"])
+
+
+ODD_NAMES = ["with blank/x y.png", "ünï/文 .png", "line\nbreak/1\n.png", "quo'te\"d/,;#.png", "not/utf-8 \udcff.png"]
+
+
+def test_odd_names_work_in_every_form(tmp_path):
+    for name, pixels in zip(ODD_NAMES, crops(len(ODD_NAMES), size=20), strict=True):
+        (tmp_path / "a tree" / name).parent.mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / "a tree" / name)
+    tree = open_source(DataSpec(path=str(tmp_path / "a tree")), "train")
+    names = [tree.name(index) for index in range(len(tree))]
+    assert sorted(names) == sorted(ODD_NAMES)
+    files = [tmp_path / "a tree" / name for name in names]
+    forms = {form: tmp_path / f"new\nline.{form}" for form in ("csv", "jsonl", "tar")}
+    as_list(files, forms["csv"])
+    as_list(files, forms["jsonl"])
+    write_tar(forms["tar"], files, tmp_path)
+    expected = views_of(tree)
+    for form, path in forms.items():
+        source = open_source(DataSpec(path=str(path)), "train")
+        assert [source.name(index).split("/", 1)[1] for index in range(len(source))] == names, form
+        assert views_of(source) == expected, form
+        for name in (source.name(index) for index in range(len(source))):
+            (tmp_path / "exclude").write_text(exclude_line(name) + "\n", errors="surrogateescape")
+            left = open_source(DataSpec(path=str(path), exclude=str(tmp_path / "exclude")), "train")
+            assert len(left) == len(names) - 1 and left.excluded == 1, (form, name)
 
 
 def test_names_say_where_an_image_is_and_excluding_is_by_name(paths, tmp_path):

@@ -1,18 +1,22 @@
 """The loaders: cases 7, 8 and 16 (data), overlap, ends and errors."""
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from images import crops, photo, write_images
+from nvidia.dali import backend
 from PIL import Image
 
 from dali.errors import InputError
 from dali.loader import EvalLoader, TwoViewLoader
 from dali.order import Shard, step_indices
 from dali.sources import ArraySource, FolderSource
-from dali.spec import ViewsSpec
+from dali.spec import DecoderSpec, JitterSpec, ViewsSpec
 
 VIEWS = ViewsSpec(size=24)
 ALONE = Shard(0, 1)
@@ -156,6 +160,45 @@ def test_close_ends_the_thread_at_any_time():
         loader.close()
         with pytest.raises(StopIteration):
             next(loader)
+    assert threading.active_count() == before
+
+
+def test_a_gpus_decoder_takes_our_settings_and_our_defaults_are_its_own():
+    schema = backend.TryGetSchema("decoders__Image")
+    given = DecoderSpec().arguments()
+    assert set(given) == set(DecoderSpec.model_fields)
+    for name, value in given.items():
+        assert schema.HasArgument(name), name
+        assert float(schema.GetArgumentDefaultValueString(name)) == pytest.approx(value), name
+
+
+def test_a_program_that_ends_with_an_open_loader_ends_clean():
+    """Not by abort, and with its own exit code: what runs in the graph calls Python."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from images import crops
+from dali.loader import TwoViewLoader
+from dali.order import Shard
+from dali.sources import ArraySource
+from dali.spec import ViewsSpec
+
+how = dict(channels=3, seed=0, global_batch=8, shard=Shard(0, 1), threads=2)
+loader = TwoViewLoader(ArraySource(crops(10)), ViewsSpec(size=200), **how)
+next(loader)
+sys.exit(7)
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_an_error_in_a_step_of_ours_ends_the_loader_with_it():
+    source = ArraySource([np.zeros((9, 9, 2), np.uint8)] * 2)  # and one mean
+    views = ViewsSpec(size=8, mean=(0,), std=(1,), jitter=JitterSpec(prob=0), grey=0)
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="IndexError"):
+        load(source, views=views, channels=2, global_batch=2, threads=2)
     assert threading.active_count() == before
 
 
