@@ -31,6 +31,9 @@ from dali.spec import ViewsSpec
 
 Node = Any  # a DALI DataNode: its package has no types
 
+# On the CPU, from this size on, some steps are those of `pixels`; below it a call takes longer than its pixels.
+LARGE = 64
+
 
 def view_operands(
     params: NDArray[np.void], view: int, spec: ViewsSpec, channels: int, sizes: NDArray[np.int64] | None
@@ -68,12 +71,13 @@ def random_view(images: Node, fed: Mapping[str, Node], spec: ViewsSpec, layout: 
         # Kernels stay on the CPU on both devices: their sizes plan the launch.
         pixels = fn.filter(pixels, fed["column"], border="clamp")
         pixels = fn.filter(pixels, fed["row"], border="clamp")
-    if pixels.device == "cpu":
+    if pixels.device == "cpu" and spec.size >= LARGE:
         return _finish(pixels, fed, spec, layout, threads)
     if "colour" in fed:
         pixels = _map_colour(pixels, fed)
     if "solarize" in fed:
-        pixels = dmath.min(pixels, pixels ^ fed["solarize"].gpu())
+        mask = fed["solarize"].gpu() if pixels.device == "gpu" else fed["solarize"]
+        pixels = dmath.min(pixels, pixels ^ mask)
     return normalise(pixels, spec, layout)
 
 
@@ -85,7 +89,7 @@ def normalise(pixels: Node, spec: ViewsSpec, layout: str) -> Node:
 
 def _resize(images: Node, size: Node, window: tuple[Node, ...], spec: ViewsSpec, threads: Threads) -> Node:
     """A window (corner, extent) of each image, or with () the whole of it, at a size; a negative width mirrors."""
-    if images.device == "cpu" and spec.antialias:
+    if images.device == "cpu" and spec.antialias and spec.size >= LARGE:
         return _call(threads.each(resize), images, size, *window, layout="HWC")
     if window:  # not `resize(roi_start=...)`, which reads pixels outside the window
         images = fn.slice(images, *window, axes=[0, 1])
@@ -106,12 +110,14 @@ def _call(function: Callable[..., list[Any]], *inputs: Node, layout: str) -> Nod
 
 
 def _map_colour(pixels: Node, fed: Mapping[str, Node]) -> Node:
-    """M p + K mean (see `operands.colour_maps`), as bytes, rounded and clipped; on the GPU."""
+    """M p + K mean (see `operands.colour_maps`), as bytes, rounded and clipped."""
     if "pivot" not in fed:
         return fn.coord_transform(pixels, M=fed["colour"], dtype=types.UINT8)
     mean = fn.reductions.mean(pixels, axes=[0, 1], keep_dims=True)
-    # The offset is on the device, where arguments of operators cannot be.
     offset = fn.squeeze(fn.coord_transform(mean, M=fed["pivot"]), axes=[0, 1])
+    if pixels.device == "cpu":
+        return fn.coord_transform(pixels, M=fed["colour"], T=offset, dtype=types.UINT8)
+    # The offset is on the device, where arguments of operators cannot be.
     return fn.cast(fn.coord_transform(pixels, M=fed["colour"]) + offset, dtype=types.UINT8)
 
 

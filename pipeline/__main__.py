@@ -25,7 +25,7 @@ VERBS = {
     "ui": "open MLflow on a run's output folder",
     "sync-tracking": "send what a tracking server missed",
     "gradient": "tables of what ways of spreading the loss over workers do to its gradient",
-    "bench": "measurements behind choices: autocast, combine, elastic, loader, loader-memory, micro-batches, resilience",
+    "bench": "measurements: autocast, combine, elastic, loader, loader-memory, micro-batches, resilience",
     "reference": "write docs/configuration.md from the config sections",
 }
 WORKERS = {"pretrain", "probe", "finetune", "knn"}  # a thread of theirs takes the signals
