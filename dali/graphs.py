@@ -106,7 +106,7 @@ def _decode_within(
             images = fn.decoders.image(files, output_type=colour)
         else:
             # Upsample colour as the CPU decoder does, so that both devices see the same pixels.
-            how = {"jpeg_fancy_upsampling": True, **decoder.arguments()}
+            how: dict[str, Any] = {"jpeg_fancy_upsampling": True, **decoder.arguments()}
             images = fn.decoders.image(files, device="mixed", output_type=colour, **how)
     else:
         pixel = np.zeros((1, 1, channels), np.uint8)

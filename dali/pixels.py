@@ -93,7 +93,7 @@ def finish(pixels: Pixels, given: dict[str, NDArray[Any]], spec: ViewsSpec, layo
     return view
 
 
-def _mixed(planes: Sequence[Floats], weights: Floats, offset: float) -> Floats:
+def _mixed(planes: Sequence[Floats], weights: Floats, offset: np.floating[Any]) -> Floats:
     """The planes' weighted sum and an offset, rounded and clipped to levels of bytes."""
     mixed = planes[0] * weights[0]
     part = np.empty_like(mixed)

@@ -1,6 +1,6 @@
 """What the user says about images and views: frozen sections, without any NVIDIA import."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -46,7 +46,7 @@ class DecoderSpec(Section):
             raise ValueError("preallocate_width_hint and preallocate_height_hint go together; give both or none")
         return self
 
-    def arguments(self) -> dict[str, float]:
+    def arguments(self) -> dict[str, Any]:
         """As the operator takes them."""
         return self.model_dump()
 

@@ -5,7 +5,7 @@ import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
@@ -38,7 +38,7 @@ def measure(
         write_photographs(Path(folder), images, width, height)
         source, spec = FolderSource(folder), ViewsSpec(size=size)
         steps = steps_per_epoch(images, batch)
-        how = {"channels": 3, "device": str(device), "threads": threads}
+        how: dict[str, Any] = {"channels": 3, "device": str(device), "threads": threads}
         with TwoViewLoader(source, spec, seed=0, global_batch=batch, shard=alone, **how) as training:
             for epoch in range(WARM_UP + epochs):
                 for _ in range(steps):

@@ -70,14 +70,15 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
 def batches(files: list[Path], spec: ViewsSpec, batch: int, processes: int, device: torch.device) -> Iterator[Any]:
     """Endless batches (y1, y2) on the device; the processes end when the iterator is closed.
 
-    They are started anew, not forked: the one that measures has threads of DALI and torch.
+    They are forked from a server without threads: the one that measures has some of DALI and torch, and a process that
+    is spawned runs torch's threads into the interpreter's end and may abort there.
     """
     loader = DataLoader(
         TwoViews(files, spec),
         batch_size=batch,
         num_workers=processes,
         pin_memory=device.type == "cuda",
-        multiprocessing_context="spawn",
+        multiprocessing_context="forkserver",
     )
     for views in loader:
         yield [view.to(device, non_blocking=True) for view in views]
