@@ -119,7 +119,8 @@ def drawn_views(pictures: Pictures, spec: ViewsSpec, channels: int, draws: int) 
             for view, tensors in enumerate((batch.y1, batch.y2)):
                 rows = view_params(SEED, epoch, batch.indices, view, spec, channels)
                 for number, params, tensor in zip(batch.indices.tolist(), rows, tensors.numpy(), strict=True):
-                    yield View(number, *images[number], params, denormalise(tensor, spec))
+                    group, image = images[number]
+                    yield View(number, group, image, params, denormalise(tensor, spec))
 
 
 def compare(

@@ -17,8 +17,10 @@ from dali.loader import EvalLoader, TwoViewLoader
 from dali.order import Shard, step_indices
 from dali.sources import ArraySource, FolderSource
 from dali.spec import DecoderSpec, JitterSpec, ViewsSpec
+from dali.views import LARGE
 
 VIEWS = ViewsSpec(size=24)
+BOTH = [VIEWS, ViewsSpec(size=LARGE)]  # by DALI's operators alone, and with steps of ours
 ALONE = Shard(0, 1)
 
 
@@ -68,21 +70,24 @@ def test_no_two_views_are_equal_and_the_seed_decides(tmp_path):
     assert joined(first)[0][2] != joined(first)[1][2], "the order changes with the epoch"
 
 
+@pytest.mark.parametrize("views", BOTH)
 @pytest.mark.parametrize(("count", "threads"), [(1, 2), (2, 1), (3, 2), (8, 1), (9, 1)])
-def test_views_are_the_same_bits_for_any_slicing_and_threads(count, threads):
+def test_views_are_the_same_bits_for_any_slicing_and_threads(count, threads, views):
     source = ArraySource(crops(10))
-    alone = joined([load(source)])
-    assert joined([load(source, shard=Shard(rank, count), threads=threads) for rank in range(count)]) == alone
+    alone = joined([load(source, views=views)])
+    shards = [load(source, views=views, shard=Shard(rank, count), threads=threads) for rank in range(count)]
+    assert joined(shards) == alone
 
 
-def test_views_do_not_depend_on_the_size_of_the_batch():
+@pytest.mark.parametrize("views", BOTH)
+def test_views_do_not_depend_on_the_size_of_the_batch(views):
     source = ArraySource(crops(10))
-    [whole] = load(source, global_batch=10, steps=1)
-    views = dict(zip(whole.indices.tolist(), zip(whole.y1, whole.y2, strict=True), strict=True))
+    [whole] = load(source, views=views, global_batch=10, steps=1)
+    expected = dict(zip(whole.indices.tolist(), zip(whole.y1, whole.y2, strict=True), strict=True))
     for global_batch, steps in ((3, 3), (5, 2), (1, 10)):  # all in epoch 0
-        for part in load(source, global_batch=global_batch, steps=steps):
+        for part in load(source, views=views, global_batch=global_batch, steps=steps):
             for index, *pair in zip(part.indices.tolist(), part.y1, part.y2, strict=True):
-                assert all(map(torch.equal, pair, views[index]))
+                assert all(map(torch.equal, pair, expected[index]))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,7 @@ sys.exit(7)
 
 def test_an_error_in_a_step_of_ours_ends_the_loader_with_it():
     source = ArraySource([np.zeros((9, 9, 2), np.uint8)] * 2)  # and one mean
-    views = ViewsSpec(size=8, mean=(0,), std=(1,), jitter=JitterSpec(prob=0), grey=0)
+    views = ViewsSpec(size=LARGE, mean=(0,), std=(1,), jitter=JitterSpec(prob=0), grey=0)
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="IndexError"):
         load(source, views=views, channels=2, global_batch=2, threads=2)
