@@ -23,6 +23,7 @@ from pipeline.watched_jobs import ElasticLaunch, Launch, workers_of
 STEPS = 400  # enough for newcomers to start while the others go on
 HOSTS = ("localhost", "127.0.0.1", socket.gethostname())  # three names of this machine
 CONTROLS = 4
+ROUNDING = 1e-9  # the most that float64 may differ: losses and state, after all steps
 
 
 class Curve(NamedTuple):
@@ -59,6 +60,12 @@ class Comparison(NamedTuple):
     @property
     def controls_apart(self) -> float:
         return max((_apart(control, self.straight) for control in self.controls), default=0.0)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the elastic run is the straight one: to rounding, or else no further from it than a control at its end."""
+        loss, state = (self.band[-1], self.controls_apart) if self.controls else (ROUNDING, ROUNDING)
+        return bool(self.drift[-1] <= loss and self.apart <= state)
 
 
 def _drift(curve: Curve, other: Curve) -> np.ndarray:

@@ -108,7 +108,7 @@ def _elastic(options: argparse.Namespace) -> int:
     if options.write:
         bench_elastic.figure(found, options.write / "elastic.png")
         (options.write / "elastic.md").write_text(text + "\n")
-    return 0
+    return 0 if all(row.kept for row in found) else 1
 
 
 def _loader(options: argparse.Namespace) -> int:
