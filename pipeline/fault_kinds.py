@@ -41,7 +41,7 @@ def kill_a_rank(bench: Bench, rng: random.Random) -> Outcome:
 def kill_the_launcher(bench: Bench, rng: random.Random) -> Outcome:
     output = bench.new_output()
     launch = Launch(bench.words(output))
-    launch.step(rng.randint(2, STEPS - 4))
+    launch.step(rng.randint(2, STEPS // 2))
     os.kill(launch.process.pid, signal.SIGKILL)
     since = time.monotonic()
     at = launch.last_step
@@ -129,7 +129,7 @@ def stalled_rank(bench: Bench, rng: random.Random) -> Outcome:
     """SIGSTOP: the process is there and does nothing, like one that hangs in a driver."""
     output = bench.new_output()
     launch = Launch(
-        bench.words(output),
+        bench.words(output, "checkpoint.stop_seconds=10"),  # it hears no SIGTERM, and the launcher waits in vain
         {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10"},
     )
     launch.step(rng.randint(2, STEPS - 4))

@@ -9,6 +9,7 @@ import json
 import random
 import re
 import sqlite3
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -144,7 +145,7 @@ def run(faults: Mapping[str, Fault], times: int) -> Iterator[Row]:
         bench = Bench(Path(folder))
         for name, fault in faults.items():
             try:
-                found = [fault(bench, random.Random(seed)) for seed in range(times)]
+                found = [_done(fault, bench, seed) for seed in range(times)]
             except NotHere as reason:
                 yield Row(name, 0, f"not done: {reason}", None, 0, 0)
                 continue
@@ -157,6 +158,15 @@ def run(faults: Mapping[str, Fault], times: int) -> Iterator[Row]:
                 sorted(o.steps_lost for o in found)[len(found) // 2],
                 sum(o.wrong for o in found),
             )
+
+
+def _done(fault: Fault, bench: Bench, seed: int) -> Outcome:
+    """What came of it. A job that does not do what it should is a wrong result, and the rest of the table follows."""
+    try:
+        return fault(bench, random.Random(seed))
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        return Outcome("the job did not do what it should", None, 0, 1)
 
 
 def table_line(row: Row) -> str:

@@ -1,6 +1,7 @@
 """From one command line to workers on one or several hosts: checks first, then horovodrun, whose output is filtered."""
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ PROGRESS = re.compile(r"^step (\d+)/(\d+)  ")
 # Only rank 0 says these. In an elastic job that may be a worker which horovodrun still calls by the rank it began with
 LEADS = re.compile(r"^step \d+/\d+  |^elastic: \d+ workers")
 ROOT = Path(__file__).resolve().parent.parent
+LIBC = ctypes.CDLL(None)  # loaded here: after a fork only simple calls are safe
+PR_SET_PDEATHSIG = 1
 
 
 def parse(args: list[str]) -> argparse.Namespace:
@@ -178,6 +182,15 @@ def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
     return [*words, sys.executable, "-m", "pipeline", *worker_words(options)]
 
 
+def ask_new_hosts(options: argparse.Namespace, memory: Path) -> None:
+    """Put `reachable_hosts` around the discovery script."""
+    ssh = ["-p", str(options.ssh_port)] if options.ssh_port else []
+    ssh += ["-i", options.ssh_identity_file] if options.ssh_identity_file else []
+    program = ROOT / "pipeline" / "reachable_hosts.py"
+    words = [sys.executable, "-P", str(program), str(memory), str(Path(options.host_discovery_script).absolute()), *ssh]
+    options.host_discovery_script = shlex.join(words)  # horovodrun gives it to a shell
+
+
 def worker_words(options: argparse.Namespace) -> list[str]:
     return [options.verb, *([options.config] if options.config else []), *options.overrides]
 
@@ -211,10 +224,13 @@ def launch(args: list[str]) -> int:
         environment.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "50")
     if here and count == 1:
         command = [sys.executable, "-m", "pipeline", *worker_words(options)]
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_us)
         with _signals_passed_to(process, as_they_are=True):
             return process.wait()
-    return run_filtered(horovodrun(options, count), environment, output)
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+        if options.host_discovery_script is not None:
+            ask_new_hosts(options, Path(folder) / "asked.json")
+        return run_filtered(horovodrun(options, count), environment, output)
 
 
 def run_filtered(command: list[str], environment: dict[str, str], output: Path) -> int:
@@ -255,6 +271,11 @@ def run_again_with_workers(count: int, words: list[str], environment: dict[str, 
     return min(code, 1)
 
 
+def _end_with_us() -> None:
+    """In a process of ours, before its program starts: if we are killed, Linux sends it the SIGTERM that we cannot."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str], bool]:
     """Show rank 0's lines bare and other ranks' with their number.
 
@@ -268,6 +289,7 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str
         text=True,
         bufsize=1,
         start_new_session=True,  # a terminal's Ctrl-C reaches us alone; the workers are told by one way only
+        preexec_fn=_end_with_us,
     )
     assert process.stdout is not None
     own_words, leader = [], "0"
@@ -276,6 +298,8 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str
             match = PREFIX.match(line)
             if match is None:
                 own_words.append(line)
+                if line.startswith("hosts: "):  # of reachable_hosts
+                    show("0", line.rstrip("\n"), sys.stderr)
             else:
                 text = line[match.end() :].rstrip("\n")
                 if LEADS.match(text):

@@ -98,7 +98,7 @@ class Launch:
 
 
 class ElasticLaunch(Launch):
-    """The same with workers that come and go: one on each host of a list that may change while the job runs.
+    """The same with workers that come and go: on a list of hosts that may change while the job runs.
 
     `folder` is for the list and the script that prints it. All hosts are this machine, under different names.
     """
@@ -114,9 +114,9 @@ class ElasticLaunch(Launch):
         super().__init__([*words, *elastic, "--host-discovery-script", str(script)])
 
     def set_hosts(self, names: Sequence[str]) -> None:
-        """From now on these are the hosts there are, with one slot each."""
+        """From now on these are the hosts there are, `name` for one slot, or `name:slots`."""
         whole = self.hosts.with_suffix(".new")
-        whole.write_text("".join(f"{name}:1\n" for name in names))
+        whole.write_text("".join(f"{name}\n" if ":" in name else f"{name}:1\n" for name in names))
         whole.rename(self.hosts)
 
 
