@@ -5,7 +5,6 @@ compared in memory with the first worker alone. Runs that go on freely are compa
 samples are permuted within each batch, which shows what rounding alone does to such a run.
 """
 
-import copy
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -175,8 +174,7 @@ class _Comparison:
         feed = iter(training.open_loader(one)) if one is not None else None
         losses = []
         for step in range(self.options.steps):
-            state = copy.deepcopy(one.model.state_dict()) if one is not None else None
-            state = workers.from_rank_0(state, f"state.{step}")
+            state = self._shared(one, step)
             whole = next(feed) if feed is not None else None
             expected = None
             if one is not None and whole is not None:
@@ -207,6 +205,15 @@ class _Comparison:
         states = {c: len(range(0, self.options.steps, n)) for c, n in every.items()}
         rows = [self._row("same state", c, size, states[c], worst[size, c], same[size, c], bound) for size, c in keys]
         return rows, None if one is None else _curve(one, losses)
+
+    def _shared(self, one: Run | None, step: int) -> dict[str, Tensor]:
+        """The one worker's state, on all workers: by a file, as they are on one machine and Horovod would pickle it."""
+        file = Path(self.made.output).with_name(f"state{step % 2}.pt")  # somebody may still read the one before
+        if one is not None:
+            torch.save(one.model.state_dict(), file)
+        workers.barrier(f"state.{step}")
+        shared: dict[str, Tensor] = torch.load(file)
+        return shared
 
     def _step(self, run: Run, batch: Batch) -> dict[str, Tensor]:
         """Loss, running statistics and summed gradient of a step, up to the update."""

@@ -160,14 +160,21 @@ def gather(x: Tensor, name: str, process_set: ProcessSet = everyone) -> Tensor:
     return _wait(hvd.allgather_async(x.contiguous(), name=name, process_set=process_set), name)
 
 
+def barrier(name: str) -> None:
+    """Wait until all workers are here; unlike a collective of Horovod's own, without taking a core from the others."""
+    _wait(hvd.allreduce_async(torch.zeros(1), name=f"barrier.{name}", op=hvd.Sum), f"barrier.{name}")
+
+
 def gather_objects(value: Any, name: str) -> list[Any]:
     """One picklable object of each worker, by rank."""
+    barrier(name)
     with watchdog.waiting(name):
         return hvd.allgather_object(value, name=name)
 
 
 def from_rank_0(value: Any, name: str) -> Any:
     """Rank 0's picklable object, on all workers: how a decision is taken once."""
+    barrier(name)
     with watchdog.waiting(name):
         return hvd.broadcast_object(value, root_rank=0, name=name)
 
@@ -323,12 +330,6 @@ def _split_by_bytes(parameters: list[torch.nn.Parameter], groups: int) -> list[l
         parts.setdefault(min(groups - 1, (before + p.nbytes // 2) * groups // max(total, 1)), []).append(p)
         before += p.nbytes
     return list(parts.values())
-
-
-def barrier(name: str) -> None:
-    """Wait until all workers are here."""
-    with watchdog.waiting(f"barrier.{name}"):
-        hvd.allreduce(torch.zeros(1), name=f"barrier.{name}", op=hvd.Sum)
 
 
 class Vote:

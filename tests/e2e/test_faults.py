@@ -1,4 +1,4 @@
-"""One case of each row of `./run.sh faults` that no other test does to real processes; docs/resilience.md names them."""
+"""One case of each row of `./run.sh faults` that no other test does to real processes."""
 
 import random
 
@@ -13,6 +13,7 @@ ROWS = [
     "kill -9 in a save",
     "the disk is full",
     "SIGTERM at start-up",
+    "SIGTERM in a save",
     "SIGTERM in an evaluation",
     "NaN on one rank",
     "the images vanish",
