@@ -315,8 +315,6 @@ def _client(uri: str) -> Any:
         _check_answers(uri)
     import mlflow
 
-    for name in ("mlflow.store.db.utils", "alembic"):  # a new SQLite store tells of each table
-        logging.getLogger(name).setLevel(logging.WARNING)
     return mlflow.MlflowClient(uri)
 
 
@@ -382,4 +380,21 @@ def _only_one_creates(uri: str) -> Iterator[None]:
     database.parent.mkdir(parents=True, exist_ok=True)
     with open(database.with_name(f"{database.name}.lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        if not database.exists():
+            _create(database)
         yield
+
+
+def _create(database: Path) -> None:
+    """A SQLite store, under another name until it is whole: MLflow never takes what a killed process left half made."""
+    _set_environment()
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    for name in ("mlflow.store.db.utils", "alembic"):  # they tell of each table
+        logging.getLogger(name).setLevel(logging.WARNING)
+    half = database.with_name(f"{database.name}.new")
+    for leftover in half.parent.glob(f"{half.name}*"):
+        leftover.unlink()
+    store = SqlAlchemyStore(f"sqlite:///{half}", str(database.parent / "artifacts"))
+    store.engine.dispose()
+    half.rename(database)

@@ -24,6 +24,11 @@ def test_every_bound_is_kept_in_a_reduced_matrix():
     assert "every bound kept" in done.stdout
 
 
+def test_nothing_is_computed_in_less_than_is_said(tmp_path):
+    """On CPUs that have bf16, autocast's default would take it."""
+    assert exactness.settings(tmp_path, "float32", "lars").precision.autocast == "off"
+
+
 def test_a_row_beyond_its_bound_is_not_kept():
     """The bound is on every measure, and on samples and views."""
     row = exactness.Row(

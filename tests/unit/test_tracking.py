@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dali.errors import InputError
-from pipeline import host_metrics, journal, sender
+from pipeline import host_metrics, journal, mlflow_store, sender
 from pipeline.config import Config
 from pipeline.tracking import Tracker, flatten, sync, tracking_uri
 
@@ -320,3 +320,23 @@ def test_passwords_are_not_shown():
 def test_flatten_cuts_what_is_too_long():
     flat = flatten({"a": {"b": (1, 2), "c": None}, "long": "x" * 600})
     assert flat == {"a.b": "[1, 2]", "a.c": "None", "long": "x" * 499 + "…"}
+
+
+def test_a_store_that_a_killed_process_left_half_made_is_made_anew(tmp_path, monkeypatch):
+    from mlflow.store.tracking import sqlalchemy_store
+
+    whole = sqlalchemy_store.SqlAlchemyStore
+
+    def killed(uri, root):
+        Path(uri.removeprefix("sqlite:///")).write_bytes(b"SQLite format 3\0, and no more")
+        raise SystemExit
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setattr(sqlalchemy_store, "SqlAlchemyStore", killed)
+    with pytest.raises(SystemExit):
+        mlflow_store._connect(uri, tmp_path, "name")
+    assert not (tmp_path / "mlflow.db").exists()
+    monkeypatch.setattr(sqlalchemy_store, "SqlAlchemyStore", whole)
+    client, experiment = mlflow_store._connect(uri, tmp_path, "name")
+    assert client.get_experiment(experiment).name == "name"
+    assert [file.name for file in tmp_path.glob("*.new*")] == []
