@@ -392,9 +392,9 @@ def _create(database: Path) -> None:
 
     for name in ("mlflow.store.db.utils", "alembic"):  # they tell of each table
         logging.getLogger(name).setLevel(logging.WARNING)
-    half = database.with_name(f"{database.name}.new")
-    for leftover in half.parent.glob(f"{half.name}*"):
+    for leftover in database.parent.glob(f"{database.name}.new-*"):
         leftover.unlink()
+    half = database.with_name(f"{database.name}.new-{uuid.uuid4().hex}")  # MLflow keeps its connections by name
     store = SqlAlchemyStore(f"sqlite:///{half}", str(database.parent / "artifacts"))
     store.engine.dispose()
     half.rename(database)

@@ -323,20 +323,15 @@ def test_flatten_cuts_what_is_too_long():
 
 
 def test_a_store_that_a_killed_process_left_half_made_is_made_anew(tmp_path, monkeypatch):
-    from mlflow.store.tracking import sqlalchemy_store
-
-    whole = sqlalchemy_store.SqlAlchemyStore
-
-    def killed(uri, root):
-        Path(uri.removeprefix("sqlite:///")).write_bytes(b"SQLite format 3\0, and no more")
+    def killed(file, target):
+        file.write_bytes(b"SQLite format 3\0, and no more")  # while MLflow has a connection to it
         raise SystemExit
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setattr(sqlalchemy_store, "SqlAlchemyStore", killed)
-    with pytest.raises(SystemExit):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "rename", killed)
         mlflow_store._connect(uri, tmp_path, "name")
-    assert not (tmp_path / "mlflow.db").exists()
-    monkeypatch.setattr(sqlalchemy_store, "SqlAlchemyStore", whole)
+    assert not (tmp_path / "mlflow.db").exists() and list(tmp_path.glob("*.new-*"))
     client, experiment = mlflow_store._connect(uri, tmp_path, "name")
     assert client.get_experiment(experiment).name == "name"
-    assert [file.name for file in tmp_path.glob("*.new*")] == []
+    assert not list(tmp_path.glob("*.new-*"))
