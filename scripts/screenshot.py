@@ -32,7 +32,7 @@ CHROMIUM = (
     "chromium --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --hide-scrollbars about:blank"
 )
-WIDTH, HEIGHT = 1500, 1420  # the whole page: what is below is not drawn
+WIDTH, HEIGHT = 1500, 1790  # the whole page: what is below is not drawn
 LONGEST = 240  # seconds
 
 TIDY = """
