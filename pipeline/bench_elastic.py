@@ -17,14 +17,13 @@ import torch
 
 from pipeline import checkpoint, config, pretraining, training, workers
 from pipeline.exactness import CONTROL_FACTOR
-from pipeline.faults import losses_of
+from pipeline.faults import ROUNDING, losses_of
 from pipeline.samples import write_digits
 from pipeline.watched_jobs import ElasticLaunch, Launch, workers_of
 
 STEPS = 400  # enough for newcomers to start while the others go on
 HOSTS = ("localhost", "127.0.0.1", socket.gethostname())  # names of this machine
 CONTROLS = 4
-ROUNDING = 1e-9  # the most that float64 may differ: losses and state, after all steps
 
 
 class Curve(NamedTuple):

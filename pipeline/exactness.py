@@ -31,7 +31,8 @@ BOUNDS = {
     "float64": {"loss": 1e-12, "statistics": 1e-12, "gradient": 1e-10},
     "float32": {"loss": 1e-4, "statistics": 1e-4, "gradient": 1e-1},
 }
-CONTROL_FACTOR, FEW_ROUNDINGS = 10, 100
+CONTROL_FACTOR = 10
+FEW_ROUNDINGS = 100  # differences below so many are none: after a step, a control may have none at all
 OTHERS_EVERY = 4  # the combines but the first take part in every fourth state: they differ in the loss alone
 # What the job needs: process sets made while it runs, and memory that stays mapped
 ENVIRONMENT = KEEP_MEMORY | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
@@ -259,7 +260,7 @@ class _Comparison:
                 rows.append(self._row("control", combine, 1, steps, found, [False, True], ""))
             else:
                 row = self._row("free running", combine, int(name), steps, found, [True, True], "")
-                rounding = FEW_ROUNDINGS * torch.finfo(one.weights.dtype).eps  # after a step, a control may have none
+                rounding = FEW_ROUNDINGS * torch.finfo(one.weights.dtype).eps
                 kept = all(found[key] <= max(CONTROL_FACTOR * control[key], rounding) for key in found)
                 rows.append(row._replace(bound=f"{CONTROL_FACTOR} x control", kept=kept))
         return rows
@@ -324,4 +325,20 @@ def table(rows: list[Row]) -> str:
         words += [f"{value:.1e}" for value in (row.loss, row.statistics, row.gradient)]
         words += [row.bound, "" if row.measure == "control" else "kept" if row.kept else "EXCEEDED"]
         lines.append(f"| {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[Row]) -> str:
+    """A row for each type and rule, in Markdown: the most of all numbers of workers and combines; README's table."""
+    heads = "most of all against one worker, loss, batch statistics, gradient, weights freely, the control's,"
+    lines = [f"| {heads.replace(',', ' |')}", "|---" * 6 + "|"]
+    for dtype, rule in dict.fromkeys((row.dtype, row.optimizer) for row in rows):
+        mine = [row for row in rows if (row.dtype, row.optimizer) == (dtype, rule)]
+        same, free, control = (
+            [row for row in mine if row.measure == name] for name in ("same state", "free running", "control")
+        )
+        figures = [[row.loss for row in same], [row.statistics for row in same], [row.gradient for row in same]]
+        figures += [[row.gradient for row in free], [row.gradient for row in control]]
+        words = [f"{max(values):.1e}" if values else "" for values in figures]
+        lines.append(f"| {dtype}, {rule.upper()} | {' | '.join(words)} |")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pipeline import checkpoint
-from pipeline.faults import COMMIT, EVERY, STEPS, Bench, Fault, NotHere, Outcome, losses_of, state
+from pipeline.faults import COMMIT, EVERY, ROUNDING, STEPS, Bench, Fault, NotHere, Outcome, losses_of, state
 from pipeline.launching import ROOT
 from pipeline.watched_jobs import PATIENCE, ElasticLaunch, Launch, workers_of
 
@@ -300,7 +300,7 @@ def host_lost(bench: Bench, rng: random.Random) -> Outcome:
     code = job.end()
     expected = bench.float64_losses()
     found = losses_of(output)
-    wrong = (code != 0) + sum(abs(found[step] / expected[step] - 1) > 1e-9 for step in range(1, STEPS + 1))
+    wrong = (code != 0) + sum(abs(found[step] / expected[step] - 1) > ROUNDING for step in range(1, STEPS + 1))
     return Outcome("goes on without it, and with it again", recovered - since, max(0, at - resumed), wrong)
 
 

@@ -182,13 +182,13 @@ def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
     return [*words, sys.executable, "-m", "pipeline", *worker_words(options)]
 
 
-def ask_new_hosts(options: argparse.Namespace, memory: Path) -> None:
-    """Put `reachable_hosts` around the discovery script."""
+def asking_new_hosts(options: argparse.Namespace, memory: Path) -> str:
+    """`reachable_hosts` around the discovery script, as horovodrun gives it to a shell."""
     ssh = ["-p", str(options.ssh_port)] if options.ssh_port else []
     ssh += ["-i", options.ssh_identity_file] if options.ssh_identity_file else []
     program = ROOT / "pipeline" / "reachable_hosts.py"
     words = [sys.executable, "-P", str(program), str(memory), str(Path(options.host_discovery_script).absolute()), *ssh]
-    options.host_discovery_script = shlex.join(words)  # horovodrun gives it to a shell
+    return shlex.join(words)
 
 
 def worker_words(options: argparse.Namespace) -> list[str]:
@@ -227,9 +227,10 @@ def launch(args: list[str]) -> int:
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_us)
         with _signals_passed_to(process, as_they_are=True):
             return process.wait()
+    if options.host_discovery_script is None:
+        return run_filtered(horovodrun(options, count), environment, output)
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
-        if options.host_discovery_script is not None:
-            ask_new_hosts(options, Path(folder) / "asked.json")
+        options.host_discovery_script = asking_new_hosts(options, Path(folder) / "asked.json")
         return run_filtered(horovodrun(options, count), environment, output)
 
 

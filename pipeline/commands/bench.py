@@ -5,7 +5,10 @@ import os
 from pathlib import Path
 
 from dali.errors import InputError
+from pipeline.arguments import numbers, refuse_fewer
 from pipeline.launching import run_again_with_workers
+
+COUNTS = ("size", "batch", "np", "dims", "batches", "counts", "steps", "rounds", "images", "threads", "epochs")
 
 
 def run(args: list[str]) -> int:
@@ -18,14 +21,14 @@ def run(args: list[str]) -> int:
     autocast.add_argument("--batch", type=int, default=16)
     combine = verbs.add_parser("combine", help="what each loss.combine sends, holds and takes, against D")
     combine.add_argument("-np", type=int, default=2, metavar="N", help="workers (2)")
-    combine.add_argument("--dims", type=_numbers, default=[1024 << k for k in range(7)], metavar="D,D,...")
-    combine.add_argument("--batches", type=_numbers, default=[256, 2048], metavar="B,B,...")
+    combine.add_argument("--dims", type=numbers, default=[1024 << k for k in range(7)], metavar="D,D,...")
+    combine.add_argument("--batches", type=numbers, default=[256, 2048], metavar="B,B,...")
     combine.add_argument("--write", type=Path, metavar="FOLDER", help="also write combine.md and combine.png there")
     micro = verbs.add_parser("micro-batches", help="memory and time of a step against train.micro_batches")
     micro.add_argument("--backbone", default="resnet18")
     micro.add_argument("--size", type=int, default=64, help="pixels")
     micro.add_argument("--batch", type=int, default=128)
-    micro.add_argument("--counts", type=_numbers, default=[1, 2, 4, 8], metavar="k,k,...")
+    micro.add_argument("--counts", type=numbers, default=[1, 2, 4, 8], metavar="k,k,...")
     micro.add_argument("--device", default="cpu")
     resilience = verbs.add_parser("resilience", help="what checkpoints, journal, watchdog and the like take of a step")
     resilience.add_argument("-np", type=int, default=1, metavar="N", help="workers (1)")
@@ -35,16 +38,17 @@ def run(args: list[str]) -> int:
     elastic.add_argument("--write", type=Path, metavar="FOLDER", help="also write elastic.md and elastic.png there")
     loader = verbs.add_parser("loader", help="images a second: ours, its stages, and torchvision's with PIL")
     loader.add_argument("--seconds", type=float, default=5, metavar="S", help="of each measurement (5)")
-    loader.add_argument("--rounds", type=_count, default=5, metavar="N", help="in which all take turns (5)")
-    loader.add_argument("--batch", type=_count, default=64)
+    loader.add_argument("--rounds", type=int, default=5, metavar="N", help="in which all take turns (5)")
+    loader.add_argument("--batch", type=int, default=64)
     loader.add_argument("--hw-decoder-load", type=float, metavar="X", help="data.decoder.hw_decoder_load, with cuda")
     memory = verbs.add_parser("loader-memory", help="resident memory and open files of the loaders, an epoch at a time")
-    memory.add_argument("--epochs", type=_count, default=20, metavar="N", help="after a warm-up (20)")
+    memory.add_argument("--epochs", type=int, default=20, metavar="N", help="after a warm-up (20)")
     for verb in (loader, memory):
-        verb.add_argument("--images", type=_count, default=256, metavar="N", help="500x375 JPEGs, made for this (256)")
-        verb.add_argument("--threads", type=_count, metavar="N", help="also processes of torchvision's (all cores)")
+        verb.add_argument("--images", type=int, default=256, metavar="N", help="500x375 JPEGs, made for this (256)")
+        verb.add_argument("--threads", type=int, metavar="N", help="also processes of torchvision's (all cores)")
         verb.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(args)
+    refuse_fewer(options, **dict.fromkeys(COUNTS, 1))
     if "HOROVOD_RANK" not in os.environ and getattr(options, "np", 1) > 1:
         return run_again_with_workers(options.np, ["bench", *args], {})
     kinds = {
@@ -57,16 +61,6 @@ def run(args: list[str]) -> int:
         "resilience": _resilience,
     }
     return kinds[options.what](options)
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return count
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 def _autocast(options: argparse.Namespace) -> int:

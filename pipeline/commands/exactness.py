@@ -3,8 +3,11 @@
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
 from pipeline import exactness
+from pipeline.arguments import numbers, refuse_fewer, some_of
+from pipeline.config import LossSection, OptimizerSection
 from pipeline.launching import run_again_with_workers
 
 
@@ -12,28 +15,26 @@ def run(args: list[str]) -> int:
     """Start a job of as many workers as asked for; in it, measure and print the table."""
     parser = argparse.ArgumentParser(prog="./run.sh exactness", description=__doc__)
     defaults = exactness.Options()
-    parser.add_argument("--workers", default=",".join(map(str, defaults.sizes)), metavar="1,2,...")
+    parser.add_argument("--workers", type=numbers, default=defaults.sizes, metavar="1,2,...")
     parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--dtypes", default=",".join(defaults.dtypes))
-    parser.add_argument("--optimizers", default=",".join(defaults.optimizers))
-    parser.add_argument("--combines", default=",".join(defaults.combines))
+    known = {
+        "dtypes": tuple(exactness.BOUNDS),
+        "optimizers": get_args(OptimizerSection.model_fields["name"].annotation),
+        "combines": get_args(LossSection.model_fields["combine"].annotation),
+    }
+    for name, names in known.items():
+        parser.add_argument(f"--{name}", type=some_of(names), default=getattr(defaults, name), metavar="NAME,...")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to a file")
     options = parser.parse_args(args)
-    sizes = tuple(sorted({1, *map(int, options.workers.split(","))}))
+    refuse_fewer(options, workers=1, steps=1)
+    sizes = tuple(sorted({1, *options.workers}))
     if "HOROVOD_RANK" not in os.environ and max(sizes) > 1:
         return run_again_with_workers(max(sizes), ["exactness", *args], exactness.ENVIRONMENT)
-    rows = exactness.measure(
-        exactness.Options(
-            sizes,
-            options.steps,
-            tuple(options.dtypes.split(",")),
-            tuple(options.optimizers.split(",")),
-            tuple(options.combines.split(",")),
-        )
-    )
+    chosen = exactness.Options(sizes, options.steps, options.dtypes, options.optimizers, options.combines)
+    rows = exactness.measure(chosen)
     if not rows:
         return 0
-    text = exactness.table(rows)
+    text = f"{exactness.table(rows)}\n\n{exactness.summary(rows)}"
     print(text, flush=True)
     if options.write:
         options.write.write_text(text + "\n")

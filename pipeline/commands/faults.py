@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dali.errors import InputError
 from pipeline import faults
+from pipeline.arguments import refuse_fewer
 from pipeline.fault_kinds import FAULTS
 
 
@@ -15,6 +16,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("--times", type=int, default=1, metavar="N", help="with N different seeds each")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to a file")
     options = parser.parse_args(args)
+    refuse_fewer(options, times=1)
     unknown = [name for name in options.names if name not in FAULTS]
     if unknown:
         raise InputError(f"{unknown[0]}: is no fault; one of: {'; '.join(FAULTS)}")

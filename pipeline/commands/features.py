@@ -11,6 +11,7 @@ from dali.errors import InputError
 from dali.packed import Split
 from dali.sources import Source, has_test_split, open_source
 from pipeline import embeddings, pictures, plots
+from pipeline.arguments import refuse_fewer
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.embeddings import Collapse, Compute, Embeddings
@@ -36,10 +37,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(args)
     if options.workers is not None:
         raise InputError("features: one process embeds all images; leave out -np, -H and --hostfile")
-    for name, least in (("images", 3), ("map_images", 3), ("queries", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise InputError(f"--{name.replace('_', '-')}: {value} is too few; at least {least}")
+    refuse_fewer(options, images=3, map_images=3, queries=1)
     return options
 
 

@@ -1,0 +1,22 @@
+"""When `bench elastic` calls a run the straight one."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.bench_elastic import STEPS, Comparison, Curve
+
+
+def curve(apart=0.0):
+    return Curve(np.full(STEPS, 2.0 * (1 + apart)), torch.full((3,), 4.0 * (1 + apart), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("apart", "kept"), [(0.0, True), (5e-10, True), (2e-9, False)])
+def test_float64_may_differ_by_rounding(apart, kept):
+    assert Comparison("float64", curve(), curve(apart), [], {}).kept == kept
+
+
+@pytest.mark.parametrize(("apart", "kept"), [(0.02, True), (0.2, False)])
+def test_float32_may_differ_as_permuted_batches_do(apart, kept):
+    controls = [curve(0.001), curve(-0.01)]
+    assert Comparison("float32", curve(), curve(apart), controls, {}).kept == kept
