@@ -47,6 +47,9 @@ def test_a_host_is_asked_again_and_stays_once_it_answered(tmp_path, monkeypatch,
 
     assert there() == {"a"} and there() == {"a"} and asked == ["a", "b"]
     now[0] += reachable_hosts.ASK_AGAIN_SECONDS + 1
+    assert there() == {"a"} and asked.count("b") == 2
+    assert capsys.readouterr().err.count("b does not answer") == 1, "it is said once"
+    now[0] += reachable_hosts.ASK_AGAIN_SECONDS + 1
     answers |= {"a": False, "b": True}  # a host in use whose ssh is busy keeps its workers
-    assert there() == {"a", "b"} and asked == ["a", "b", "b"]
+    assert there() == {"a", "b"} and asked == ["a", "b", "b", "b"]
     assert capsys.readouterr().err.splitlines()[-1] == "hosts: b answers ssh now"

@@ -322,14 +322,16 @@ def test_flatten_cuts_what_is_too_long():
     assert flat == {"a.b": "[1, 2]", "a.c": "None", "long": "x" * 499 + "…"}
 
 
-def test_a_store_that_a_killed_process_left_half_made_is_made_anew(tmp_path, monkeypatch):
-    def killed(file, target):
-        file.write_bytes(b"SQLite format 3\0, and no more")  # while MLflow has a connection to it
+def test_a_store_that_was_left_half_made_is_made_anew(tmp_path, monkeypatch):
+    """By a process that was killed, or in this one by a full disk: MLflow then still has a connection to the half."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    def killed(store):
         raise SystemExit
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(Path, "rename", killed)
+        patch.setattr(SqlAlchemyStore, "_initialize_store_state", killed)  # it has its tables, and no experiment yet
         mlflow_store._connect(uri, tmp_path, "name")
     assert not (tmp_path / "mlflow.db").exists() and list(tmp_path.glob("*.new-*"))
     client, experiment = mlflow_store._connect(uri, tmp_path, "name")
