@@ -35,6 +35,11 @@ Node = Any  # a DALI DataNode: its package has no types
 LARGE = 64
 
 
+def resizes_as_pil(spec: ViewsSpec) -> bool:
+    """Whether a CPU's resize is `pixels.resize`, in bytes and cut off at the edge as PIL's; else it is DALI's."""
+    return spec.antialias and spec.size >= LARGE
+
+
 def view_operands(
     params: NDArray[np.void], view: int, spec: ViewsSpec, channels: int, sizes: NDArray[np.int64] | None
 ) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def normalise(pixels: Node, spec: ViewsSpec, layout: str) -> Node:
 
 def _resize(images: Node, size: Node, window: tuple[Node, ...], spec: ViewsSpec, threads: Threads) -> Node:
     """A window (corner, extent) of each image, or with () the whole of it, at a size; a negative width mirrors."""
-    if images.device == "cpu" and spec.antialias and spec.size >= LARGE:
+    if images.device == "cpu" and resizes_as_pil(spec):
         return _call(threads.each(resize), images, size, *window, layout="HWC")
     if window:  # not `resize(roi_start=...)`, which reads pixels outside the window
         images = fn.slice(images, *window, axes=[0, 1])

@@ -33,6 +33,7 @@ from dali.torchvision_reference import (
     reference_centre,
     reference_view,
 )
+from dali.views import resizes_as_pil
 from pipeline.differences import Differences, Row
 from pipeline.pictures import contact_sheet
 from pipeline.samples import photographs_to_compare
@@ -213,28 +214,32 @@ def decoding(files: Files, spec: ViewsSpec, channels: int) -> list[Row]:
 
 
 def resizing(pictures: Pictures, spec: ViewsSpec, channels: int, draws: int) -> list[Row]:
-    """Crop and resize against PIL's, and against PIL's arithmetic on floats, which only the end turns into bytes.
+    """Crop and resize against PIL's; DALI's also against PIL's arithmetic on floats, which only the end turns into bytes.
 
     PIL rounds and clips after resizing each row, before it resizes the columns. At the edge of the crop PIL cuts the
     kernel off, DALI repeats the last pixel.
     """
+    floats_too = not resizes_as_pil(spec)
     recipe = nothing_but(spec, crop_area=spec.crop_area, crop_ratio=spec.crop_ratio)
 
     def pairs(view: View) -> dict[str, tuple[Any, Any]]:
         corner, extent = crop_windows(view.params[None], np.array([view.image.shape[:2]]), recipe)
         (top, left), (height, width) = corner[0], extent[0]
         window = view.image[top : top + height, left : left + width]
-        planes = [
-            Image.fromarray(plane.astype(np.float32)).resize((spec.size, spec.size), Image.Resampling.BICUBIC)
-            for plane in np.moveaxis(window, 2, 0)
-        ]
-        floats = np.rint(np.stack([np.asarray(plane) for plane in planes], axis=2).clip(0, 255))
         # A cubic kernel reaches two pixels of whichever of the two, crop and view, is coarser.
-        edge = _edge(floats.shape, [math.ceil(2 * max(1, spec.size / side)) for side in (height, width)])
-        at_once = _split_at_edge("resize", view.pixels, reference_view(view.image, view.params, recipe), edge)
-        return at_once | _split_at_edge("resize before rounding", view.pixels, floats, edge)
+        edge = _edge(view.pixels.shape, [math.ceil(2 * max(1, spec.size / side)) for side in (height, width)])
+        found = _split_at_edge("resize", view.pixels, reference_view(view.image, view.params, recipe), edge)
+        if floats_too:
+            planes = [
+                Image.fromarray(plane.astype(np.float32)).resize((spec.size, spec.size), Image.Resampling.BICUBIC)
+                for plane in np.moveaxis(window, 2, 0)
+            ]
+            floats = np.rint(np.stack([np.asarray(plane) for plane in planes], axis=2).clip(0, 255))
+            found |= _split_at_edge("resize before rounding", view.pixels, floats, edge)
+        return found
 
-    whats = [f"{what}, {where}" for what in ("resize", "resize before rounding") for where in ("inside", "edge")]
+    sorts = ["resize", "resize before rounding"] if floats_too else ["resize"]
+    whats = [f"{what}, {where}" for what in sorts for where in ("inside", "edge")]
     return compare(whats, pictures, drawn_views(pictures, recipe, channels, draws), pairs)
 
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from dali.errors import InputError
 from dali.spec import ViewsSpec
+from dali.views import LARGE
 from pipeline import parity
 from pipeline.commands import parity as command
 from pipeline.differences import OF_PHOTOGRAPHS, PHOTOGRAPHS, Bound, Differences, Row, bound_of, bounds_of, table
@@ -80,6 +81,13 @@ def test_the_command_measures_own_images_and_writes_table_and_sheet(folder, tmp_
     assert abs(second - theirs_2).mean() < 15
 
 
+def test_large_views_are_resized_as_pil_does_it(folder, capsys):
+    """So there is nothing to tell apart: neither before PIL's rounding nor, beyond a level, at the edge."""
+    assert run(folder, f"views.size={LARGE}") == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert "resize, inside" in rows and not any("before rounding" in row for row in rows)
+
+
 def test_views_that_are_not_torchvisions_end_with_1(folder, capsys):
     assert run(folder, "views.antialias=false", "views.jitter.prob=0") == 1
     shown = capsys.readouterr().out
@@ -128,7 +136,8 @@ def test_the_page_has_the_rows_of_the_command():
     page = (Path(__file__).parents[2] / "docs/parity.md").read_text()
     header = f"| mean / 95 % / 99 % / max | {' | '.join(PHOTOGRAPHS)} | bound |"
     assert header in page
-    lines = page[page.index(header) :].split("\n\n")[0].splitlines()[2:]
+    tables = page.split(header)[1:]  # of large views, and rows of small ones
+    lines = [line for table in tables for line in table.split("\n\n")[0].splitlines()[2:]]
     assert set(OF_PHOTOGRAPHS) <= {line.split(" | ")[0].strip("| ") for line in lines}
     for line in lines:
         what, *_, bound = (cell.strip() for cell in line.strip("|").split("|"))
