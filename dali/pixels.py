@@ -60,7 +60,7 @@ def resize(
 ) -> Pixels:
     """An image, or a window of it, at `size` (height, width; a negative width mirrors): bicubic, antialiased, as PIL's.
 
-    torch's kernel for bytes is PIL's, with its weights of 16 bits.
+    torch's kernel for bytes is PIL's, with weights of 16 bits; rows first, as in all Pillows before 13.
     """
     if corner is not None and extent is not None:
         (top, left), (bottom, right) = corner, corner + extent

@@ -73,9 +73,9 @@ _EXACT, _ROUNDING = Bound(most=0), Bound(mean=0.7, most=1)
 OF_ANY_IMAGE = {
     "decode": Bound(mean=0.1, most=2),
     "resize, inside": Bound(mean=0.3, p99=1),
-    "resize, edge": Bound(mean=0.5, p99=2),
+    "resize, edge": Bound(mean=0.5, p99=4),
     "resize before rounding, inside": Bound(mean=0.02, most=1),
-    "resize before rounding, edge": Bound(mean=0.3, p99=2),
+    "resize before rounding, edge": Bound(mean=0.5, p99=4),
     "flip": _EXACT,
     "brightness": _ROUNDING,
     "contrast": _ROUNDING,

@@ -171,7 +171,7 @@ def _elastic_workers(options: argparse.Namespace, config: Config) -> int:
 
 def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
     """The command that starts the workers."""
-    words = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(count)]
+    words = [str(Path(sys.executable).parent / "horovodrun"), *(["--gloo"] if _only_gloo() else []), "-np", str(count)]
     for flag in (
         *("hosts", "hostfile", "network_interface", "ssh_port", "ssh_identity_file", "start_timeout"),
         *("min_np", "max_np", "host_discovery_script", "reset_limit", "blacklist_cooldown_range"),
@@ -180,6 +180,12 @@ def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
         if value is not None:
             words += [f"--{flag.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
     return [*words, sys.executable, "-m", "pipeline", *worker_words(options)]
+
+
+def _only_gloo() -> bool:
+    """Whether this Horovod has no MPI. horovodrun would ask for it, and import torch for that."""
+    built = Path(sys.prefix) / "horovod-build.json"
+    return built.exists() and json.loads(built.read_text())["mpi"] is None
 
 
 def asking_new_hosts(options: argparse.Namespace, memory: Path) -> str:

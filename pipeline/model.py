@@ -244,14 +244,14 @@ def _sum_input_channels(model: Backbone, in_channels: int) -> None:
 def autocast_dtype(setting: str, backbone: str, device: torch.device | str) -> torch.dtype | None:
     """The type of autocast for `precision.autocast`, or None for off.
 
-    `auto` is bf16 where it was measured to be faster (`./run.sh bench autocast`): on GPUs that have it, and on CPUs with
-    AMX for backbones made of dense convolutions. CPUs differ between hosts, so one worker must decide for all.
+    `auto` is bf16 where it was measured to be faster (`./run.sh bench autocast`): on GPUs that have it, and on CPUs
+    with AMX for backbones made of dense convolutions. CPUs differ between hosts, so one worker must decide for all.
     """
     if setting != "auto":
         return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[setting]
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    # AVX-512's bf16 alone is slower than float32 for every backbone measured; without either, oneDNN converts back and forth
+    # AVX-512's bf16 alone is slower than float32 for every backbone measured; without it oneDNN converts back and forth
     if backbone.startswith(SLOWER_IN_BF16_ON_CPU) or not torch.cpu._is_amx_tile_supported():
         return None
     return torch.bfloat16

@@ -214,7 +214,7 @@ def decoding(files: Files, spec: ViewsSpec, channels: int) -> list[Row]:
 
 
 def resizing(pictures: Pictures, spec: ViewsSpec, channels: int, draws: int) -> list[Row]:
-    """Crop and resize against PIL's; DALI's also against PIL's arithmetic on floats, which only the end turns into bytes.
+    """Crop and resize against PIL's; DALI's also against PIL's arithmetic on floats, rounded only at the end.
 
     PIL rounds and clips after resizing each row, before it resizes the columns. At the edge of the crop PIL cuts the
     kernel off, DALI repeats the last pixel.

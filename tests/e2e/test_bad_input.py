@@ -1,5 +1,11 @@
 """What a user gets wrong ends with one line (key or path, value, remedy), exit 2, and no run."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
@@ -118,11 +124,27 @@ def test_a_worker_started_by_hand_says_the_same(folder, capfd):
     assert not (folder / "output" / "journal.jsonl").exists()
 
 
-def test_print_shows_the_line_that_starts_the_workers(folder, capfd):
+@pytest.mark.parametrize(("mpi", "given"), [(None, "--gloo -np 4"), ("4.1.4", "-np 4")])
+def test_print_shows_the_line_that_starts_the_workers(folder, capfd, monkeypatch, mpi, given):
+    """Without MPI, horovodrun need not look for it."""
+    (folder / "horovod-build.json").write_text(json.dumps({"mpi": mpi}))
+    monkeypatch.setattr(sys, "prefix", str(folder))
     words = ["launch", QUICKSTART, "-np", "4", "-H", "a:2,b:2", "seed=3", "--print"]
     assert main(words) == 0
     line = capfd.readouterr().out
-    assert "horovodrun -np 4 --hosts a:2,b:2" in line and "-m pipeline pretrain configs/quickstart.yaml seed=3" in line
+    assert f"horovodrun {given} --hosts a:2,b:2 " in line
+    assert "-m pipeline pretrain configs/quickstart.yaml seed=3" in line
+
+
+def test_horovodrun_with_gloo_does_not_import_torch_itself():
+    """Only workers do: asking whether Gloo is there took as long as a worker's start."""
+    horovodrun = Path(sys.executable).parent / "horovodrun"
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    command = [horovodrun, "--gloo", "-np", "1", "env", "-u", "PYTHONPROFILEIMPORTTIME", "true"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    modules = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "horovod.runner.launch" in modules and "torch" not in modules
 
 
 def test_dry_run_shows_what_the_config_means_and_starts_nothing(folder, capfd):

@@ -13,7 +13,17 @@ from dali.spec import ViewsSpec
 from dali.views import LARGE
 from pipeline import parity
 from pipeline.commands import parity as command
-from pipeline.differences import OF_PHOTOGRAPHS, PHOTOGRAPHS, Bound, Differences, Row, bound_of, bounds_of, table
+from pipeline.differences import (
+    OF_ANY_IMAGE,
+    OF_PHOTOGRAPHS,
+    PHOTOGRAPHS,
+    Bound,
+    Differences,
+    Row,
+    bound_of,
+    bounds_of,
+    table,
+)
 
 SIZE = 32
 COLOURS = {"saturation", "hue", "grey", "jitter", "view without hue"}
@@ -86,6 +96,15 @@ def test_large_views_are_resized_as_pil_does_it(folder, capsys):
     assert run(folder, f"views.size={LARGE}") == 0
     rows = rows_of(capsys.readouterr().out)
     assert "resize, inside" in rows and not any("before rounding" in row for row in rows)
+
+
+@pytest.mark.parametrize("words", [[], ["views.size=63"]])
+def test_photographs_keep_the_bounds_that_few_draws_can_keep(words, capsys):
+    """The command itself: the default recipe, and the largest views that DALI resizes."""
+    command.run(["--draws", "3", *words])
+    shown = capsys.readouterr().out
+    exceeded = {line.split(" | ")[0].strip("| ") for line in shown.splitlines() if "**" in line}
+    assert {"decode", "resize, inside"} <= set(rows_of(shown)) and not exceeded & set(OF_ANY_IMAGE), shown
 
 
 def test_views_that_are_not_torchvisions_end_with_1(folder, capsys):

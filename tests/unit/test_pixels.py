@@ -32,6 +32,15 @@ def test_resize_is_pils_edges_included(window, size, channels):
         assert abs(made[:, ::mirror].astype(int) - expected).max() <= 1
 
 
+def test_rows_come_first_as_in_every_pillow_before_13():
+    """Pillow 13 takes the columns first where the height shrinks much more than the width."""
+    noise = 255 * np.random.default_rng(0).integers(0, 2, (120, 60, 3), np.uint8)
+    picture, cubic = Image.fromarray(noise), Image.Resampling.BICUBIC
+    rows_first = np.asarray(picture.resize((40, 120), cubic).resize((40, 40), cubic)).astype(int)
+    assert abs(resize(noise, np.array([40, 40], np.float32)) - rows_first).max() <= 1
+    assert abs(np.asarray(picture.resize((40, 40), cubic)) - rows_first).max() > 10
+
+
 def test_without_a_window_the_whole_image_is_resized():
     made = resize(CHINA, np.array([30, 50], np.float32))
     expected = np.asarray(Image.fromarray(CHINA).resize((50, 30), Image.Resampling.BICUBIC))
