@@ -16,7 +16,7 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_only_at_its_end(
     world, settings, monkeypatch, capfd  # noqa: F811
 ):  # fmt: skip
     """Training goes on to the last step; then all workers say that the last checkpoint is missing."""
-    made = settings("checkpoint.every_steps=1", "model.projector=[8]")
+    made = settings("checkpoint.every_steps=1", "model.projector=[8]", "tracking.uri=null")
     folder = made.output_path / checkpoint.FOLDER
     log = pretraining._log
 
