@@ -23,7 +23,7 @@ import torch
 from pipeline import checkpoint
 from pipeline.faults import COMMIT, EVERY, ROUNDING, STEPS, Bench, Fault, NotHere, Outcome, losses_of, state
 from pipeline.launching import ROOT
-from pipeline.watched_jobs import PATIENCE, ElasticLaunch, Launch, workers_of
+from pipeline.watched_jobs import PATIENCE, ElasticLaunch, Launch, step_of, workers_of
 
 
 def kill_a_rank(bench: Bench, rng: random.Random) -> Outcome:
@@ -256,7 +256,11 @@ def nan_on_one_rank(bench: Bench, rng: random.Random) -> Outcome:
         values = checkpoint.load(file)["model"].values()
         wrong += not all(bool(torch.isfinite(value).all()) for value in values)
     wrong += found["step"] != STEPS
-    return Outcome("all leave the step out; the sample is named", None, 1, wrong)
+    # horovodrun, without our launcher, puts the rank before each line
+    shown = [(when, step_of(line.removeprefix("[0]<stdout>:"))) for when, line in launch.lines]
+    since = max(when for when, step in shown if step is not None and step < at)
+    first = min(when for when, step in shown if step is not None and step > at)
+    return Outcome("all leave the step out; the sample is named", first - since, 1, wrong)
 
 
 def spoilt_worker(at: int, words: list[str]) -> int:

@@ -19,7 +19,7 @@ from pipeline.samples import write_digits
 from tests.e2e.deaf import deaf
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["train.global_batch=64", "train.epochs=12", "schedule.warmup_epochs=1"]  # 216 steps
+SHORT = ["train.global_batch=64", "train.epochs=5", "schedule.warmup_epochs=1"]  # 90 steps
 COMMON = ["configs/quickstart.yaml", "model.projector=[64, 64]", "tracking.log_every_steps=1", "knn.every_epochs=null"]
 
 
@@ -97,9 +97,9 @@ def test_a_run_survives_sigterm_and_ctrl_c_and_goes_on_as_one(digits, tmp_path):
         for line in map(json.loads, (output / "journal.jsonl").read_text().splitlines())
         if "loss" in line.get("metrics", {})
     ]
-    assert steps == list(range(1, 217))
+    assert steps == list(range(1, 91))
     code, shown = signal_after(launch(*words), None, 0)
-    assert code == 2 and "is complete (step 216)" in shown.splitlines()[-1]
+    assert code == 2 and "is complete (step 90)" in shown.splitlines()[-1]
     assert statuses(output) == ["FINISHED"]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from dali.errors import InputError
 from dali.loader import TwoViewLoader
 from dali.order import Shard, worker_positions
 from dali.sources import open_source
-from pipeline import checkpoint, config, pretraining, stopping, training, workers
+from pipeline import checkpoint, config, diagnostics, pretraining, stopping, training, workers
 from pipeline.model import build_model
 from pipeline.samples import write_digits
 from tests.workers.test_loss import reference
@@ -119,6 +120,25 @@ def test_loss_gradients_and_statistics_are_one_process_s(world, settings, micro_
         assert (ours[name].grad - p.grad).norm() <= 1e-10 * p.grad.norm() + 1e-13, name
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(run.model.get_buffer(name), buffer, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_the_signs_of_collapse_are_those_of_all_workers_embeddings(world, settings):
+    """c and the spectrum of one process that embeds the whole batch, and told once."""
+    made = settings("precision.dtype=float64")
+    run = pretraining.prepare(made, world)
+    plain = build_model(made.model, 1, made.views.size, seed=made.seed).double().to(memory_format=torch.channels_last)
+    whole = whole_batch(made)
+    with torch.no_grad():
+        z1, z2 = plain(whole.y1), plain(whole.y2)
+    wanted = diagnostics.figures(diagnostics.correlation(z1, z2, made.loss.eps), diagnostics.spectrum(z1))
+    with training.open_loader(run) as loader:
+        batch = next(loader)
+    told = []
+    tracker = SimpleNamespace(log=lambda step, values: told.append(values), image=lambda *_: None)
+    duties = pretraining.Duties(tracker if world.rank == 0 else None, None, 0, {})
+    duties.diagnose(run, training.backward(run, batch.y1, batch.y2))
+    run.gradients.wait()
+    assert told == ([pytest.approx(wanted, rel=1e-5)] if world.rank == 0 else [])
 
 
 def test_the_same_seed_gives_the_same_bits(world, settings):
