@@ -142,23 +142,34 @@ class Loader:
         new graph takes up the batches that the old one still held, less these images.
         """
         try:
-            while (failed := self._run(make, batches)) is not None:
-                error, held = failed
-                if not any(self._find_bad(work) for work in held):
+            while not self._stop.is_set():
+                error, held = self._run(make, batches)
+                if error is not None and not any(self._find_bad(work) for work in held):
                     raise error
-                batches = chain(held, batches)
+                if held:
+                    batches = chain(held, batches)
         except BaseException as error:  # handed to whoever takes the batches, StopIteration included
             self._made.put(error)
 
     def _run(
         self, make: Callable[[Callable[[], Fed]], Any], batches: Iterator[Work]
-    ) -> tuple[RuntimeError, deque[Work]] | None:
-        """Until the end (None, or StopIteration), or a failure: the error, and the batches not handed over."""
+    ) -> tuple[RuntimeError | None, deque[Work]]:
+        """One graph, until it has nothing more to do or fails: the error, and the batches not handed over.
+
+        Raises:
+            StopIteration: there are no more batches.
+        """
         held: deque[Work] = deque()
+        over = False
 
         def feed() -> Fed:
+            nonlocal over
             while not self._stop.is_set():
-                work = next(batches)
+                try:
+                    work = next(batches)
+                except StopIteration:
+                    over = True
+                    raise
                 held.append(work)
                 work.bad |= {
                     row: self.known_bad[index]
@@ -167,45 +178,51 @@ class Loader:
                 }
                 if (fed := work.fed(self._source)) is not None:
                     return fed
+                if len(held) > 1:  # those before it are in the graph, which gives them when it is fed no more
+                    raise StopIteration
+                self._made.put((held.popleft(), None))
             raise StopIteration
 
         try:
             pipeline = make(feed)
             while not self._stop.is_set():
                 outputs = pipeline.run()
-                self._hand_over_unfed(held)
                 work = held.popleft()
                 if self._source.encoded:
                     *outputs, lengths, shapes = outputs
                     work.check(self._source, (lengths, shapes))
                 self._made.put((work, outputs))
         except StopIteration:
-            self._hand_over_unfed(held)
-            raise
+            if held and not len(held[0].rows):  # the graph never saw it
+                self._made.put((held.popleft(), None))
+            if over:
+                raise
         except RuntimeError as error:
             if self._source.encoded:
                 return error, held
             raise
-        return None
-
-    def _hand_over_unfed(self, held: deque[Work]) -> None:
-        """Batches at the front of which every image is bad: the graph never saw them."""
-        while held and not len(held[0].rows):
-            self._made.put((held.popleft(), None))
+        return None, held
 
     def _find_bad(self, work: Work) -> bool:
-        """Decode a batch's images one by one; a bad one costs a new graph, as no graph is run again after an error."""
+        """Decode a batch's images one by one; one that does not costs a new graph, as none is run again after an error.
+
+        A file that is gone costs none: where a whole folder is, the run would otherwise take minutes to say so.
+        """
         decode: Callable[[int], None] | None = None
         found = False
         for row in work.rows.tolist():
             index = int(work.indices[row])
-            decode = decode or self._decoder()
-            try:
-                decode(index)
-            except (RuntimeError, OSError):
-                decode, found = None, True
-                reason = _why_gone(self._source, index)
-                work.bad[row] = reason or formats.why_unreadable(self._source.read(index).tobytes())
+            reason = _why_gone(self._source, index)
+            if reason is None:
+                decode = decode or self._decoder()
+                try:
+                    decode(index)
+                    continue
+                except (RuntimeError, OSError):
+                    decode = None
+                    reason = _why_gone(self._source, index)
+            work.bad[row] = reason or formats.why_unreadable(self._source.read(index).tobytes())
+            found = True
         return found
 
     def _decoder(self) -> Callable[[int], None]:

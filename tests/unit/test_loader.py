@@ -218,6 +218,21 @@ def test_a_broken_file_ends_the_loader_with_its_error(tmp_path):
             next(loader)
 
 
+def test_files_that_are_gone_cost_no_graph_each(tmp_path, monkeypatch):
+    """A folder that is gone must be said at once, however large the batch: a graph takes a third of a second."""
+    write_images(tmp_path, [f"{number}.png" for number in range(8)])
+    source = FolderSource(tmp_path)
+    made = []
+    decoder = TwoViewLoader._decoder
+    monkeypatch.setattr(TwoViewLoader, "_decoder", lambda loader: [made.append(1), decoder(loader)][1])
+    for file in tmp_path.iterdir():
+        file.unlink()
+    with TwoViewLoader(source, VIEWS, channels=3, seed=0, global_batch=8, shard=ALONE) as loader:
+        with pytest.raises(InputError, match=r"cannot be read: No such file or directory \(and 7 more\)"):
+            next(loader)
+    assert made == []
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 12])
 def test_evaluation_takes_every_image_once(count):
     labels = np.arange(11) % 4
