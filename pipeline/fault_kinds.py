@@ -256,10 +256,9 @@ def nan_on_one_rank(bench: Bench, rng: random.Random) -> Outcome:
         values = checkpoint.load(file)["model"].values()
         wrong += not all(bool(torch.isfinite(value).all()) for value in values)
     wrong += found["step"] != STEPS
-    # horovodrun, without our launcher, puts the rank before each line
-    shown = [(when, step_of(line.removeprefix("[0]<stdout>:"))) for when, line in launch.lines]
-    since = max(when for when, step in shown if step is not None and step < at)
-    first = min(when for when, step in shown if step is not None and step > at)
+    shown = [(when, number) for when, line in launch.lines if (number := step_of(line)) is not None]
+    since = max(when for when, number in shown if number < at)
+    first = min(when for when, number in shown if number > at)
     return Outcome("all leave the step out; the sample is named", first - since, 1, wrong)
 
 

@@ -222,9 +222,7 @@ def launch(args: list[str]) -> int:
     output = config.output_path
     lease.refuse_if_owned(output)
     failures.forget(output)
-    environment = {**KEEP_MEMORY, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
-    environment[lease.JOB] = uuid.uuid4().hex
-    environment["HOROVOD_GRACEFUL_TERMINATION_SECONDS"] = str(config.checkpoint.stop_seconds)
+    environment = environment_of_job(config)
     if options.min_np is not None:
         # How long workers wait for a newcomer that starts, or never comes; 30 s are few for one that imports torch
         environment.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "50")
@@ -238,6 +236,18 @@ def launch(args: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         options.host_discovery_script = asking_new_hosts(options, Path(folder) / "asked.json")
         return run_filtered(horovodrun(options, count), environment, output)
+
+
+def environment_of_job(config: Config) -> dict[str, str]:
+    """What horovodrun and its workers see: ours, and how long workers may take to save and say how the run ended."""
+    return {
+        **KEEP_MEMORY,
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": _path(),
+        lease.JOB: uuid.uuid4().hex,
+        "HOROVOD_GRACEFUL_TERMINATION_SECONDS": str(config.checkpoint.stop_seconds),
+    }
 
 
 def run_filtered(command: list[str], environment: dict[str, str], output: Path) -> int:

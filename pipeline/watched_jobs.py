@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.launching import ROOT
+from pipeline.launching import PREFIX, ROOT
 
 PATIENCE = 300.0  # seconds for anything at all
 
@@ -40,8 +40,9 @@ class Launch:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
+        with self.process.stdout as shown:
+            for line in shown:  # horovodrun, without our launcher, puts the rank before each
+                self.lines.append((time.monotonic(), PREFIX.sub("", line.rstrip("\n"))))
 
     @property
     def text(self) -> str:

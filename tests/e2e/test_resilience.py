@@ -1,28 +1,31 @@
 """Stalls and kills: the job ends, says why, and the next one finds an honest folder."""
 
 import json
-import os
 import sqlite3
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from pipeline import launching
-from tests.e2e.test_stopping import COMMON, ROOT, SHORT, digits, launch, no_worker_is_left, statuses  # noqa: F401
+from tests.e2e.test_stopping import (
+    COMMON,
+    ROOT,
+    SHORT,
+    digits,  # noqa: F401
+    launch,
+    no_worker_is_left,
+    run_two,
+    statuses,
+)
 
 
 def test_a_stalled_rank_ends_the_job_and_is_named(digits, tmp_path, capfd, monkeypatch):  # noqa: F811
     """Case 5, and 29: a save longer than the limit trips nobody; a rank asleep is named, and the run is FAILED."""
     output = tmp_path / "out"
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
     words = [f"data.path={digits}", "data.test_path=null", f"output={output}", *SHORT]
-    command = [horovodrun, "-np", "2", sys.executable, str(ROOT / "tests/e2e/stalls.py"), "pretrain", *COMMON, *words]
-    command += ["checkpoint.every_steps=2", "train.watchdog_seconds=8", "device=cpu"]
+    words += ["checkpoint.every_steps=2", "train.watchdog_seconds=8", "device=cpu"]
     monkeypatch.chdir(ROOT)
     start = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    code = launching.run_filtered(command, environment, output)
+    code = run_two("tests/e2e/stalls.py", words)
     shown = capfd.readouterr()
     assert code == 76, shown.out[-2000:] + shown.err[-4000:]
     assert "saved slowly at step 2" in shown.out and time.monotonic() - start < 150

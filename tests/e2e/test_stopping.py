@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from pipeline import launching
+from pipeline.config import load
 from pipeline.samples import write_digits
 from tests.e2e.deaf import deaf
 
@@ -28,6 +29,15 @@ def digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder / "digits")
     return folder / "digits" / "train"
+
+
+def run_two(program, words):
+    """Two workers of a program of ours that misbehaves, by the launcher's own means: its exit code."""
+    config = load(COMMON[0], [*COMMON[1:], *words])
+    horovodrun = str(Path(sys.executable).parent / "horovodrun")
+    command = [horovodrun, "-np", "2", sys.executable, str(ROOT / program), "pretrain", *COMMON, *words]
+    environment = launching.environment_of_job(config) | {"OMP_NUM_THREADS": "1"}
+    return launching.run_filtered(command, environment, config.output_path)
 
 
 def launch(*words, by=("./run.sh",)):
@@ -122,11 +132,9 @@ def test_a_picture_that_cannot_be_decoded_is_the_last_line(tmp_path):
 def test_the_earliest_error_is_the_last_line_with_its_rank(digits, tmp_path, capfd, monkeypatch):
     """One worker fails, the other then has no partner: the launcher names the first, whichever horovodrun blames."""
     output = tmp_path / "out"
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    words = [*COMMON, f"data.path={digits}", "data.test_path=null", f"output={output}", *SHORT, "device=cpu"]
-    command = [horovodrun, "-np", "2", sys.executable, str(ROOT / "tests/e2e/fails.py"), "pretrain", *words]
+    words = [f"data.path={digits}", "data.test_path=null", f"output={output}", *SHORT, "device=cpu"]
     monkeypatch.chdir(ROOT)
-    code = launching.run_filtered(command, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, output)
+    code = run_two("tests/e2e/fails.py", words)
     shown = capfd.readouterr()
     last = shown.err.strip().splitlines()[-1]
     assert code == 1 and last.startswith("error: rank 1 on ") and "ValueError: spoilt" in last, shown.err[-3000:]
