@@ -92,16 +92,12 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         mean, var, count = _merge(rows.view(-1, *own.shape))
         dtype = torch.promote_types(x.dtype, torch.float32)
         mean32, var32, invstd = mean.to(dtype), var.to(dtype), (var + eps).rsqrt().to(dtype)
-        y = _joined(
-            x,
-            [
-                torch.batch_norm_elemt(part, weight, bias, mean32[view], invstd[view], eps)
-                if x.is_cuda
-                else batch_norm(part, mean32[view], var32[view], weight, bias, eps=eps)
-                for view, part in enumerate(parts)
-                if x.numel()
-            ],
-        )
+        y = torch.empty_like(x)
+        for view, (part, out) in enumerate(zip(parts, y.chunk(views), strict=False) if x.numel() else ()):
+            if x.is_cuda:
+                torch.batch_norm_elemt(part, weight, bias, mean32[view], invstd[view], eps, out=out)
+            else:
+                _normalise(part, mean32[view], var32[view], weight, bias, eps, out)
         ctx.save_for_backward(x, weight, mean32, invstd, count)
         ctx.name, ctx.process_set = name, process_set
         ctx.mark_non_differentiable(mean, var, count)
@@ -114,28 +110,28 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         channels_last = x.dim() == 4 and not x.is_contiguous()
         dy = grads[0].contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
         pairs = list(zip(dy.chunk(views), x.chunk(views), strict=True)) if x.numel() else [(dy, x)] * views
-        sums = torch.stack(  # (V, 2, C)
-            [torch.stack(_local_sums(*pair, mean[view], invstd[view])) for view, pair in enumerate(pairs)]
-        )
+        own = [_local_sums(*pair, weight, mean[view], invstd[view]) for view, pair in enumerate(pairs)]
+        sums = torch.stack([torch.stack(both) for *both, _ in own])  # (V, 2, C)
         grad_weight = (sums[:, 1] * invstd).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sums[:, 0].sum(0) if ctx.needs_input_grad[2] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = workers.sum_(sums, f"{ctx.name}.backward", ctx.process_set)
-            grad_x = _joined(
-                x,
-                [
-                    _input_gradient(*pair, weight, mean[view], invstd[view], sums[view], count[view])
-                    for view, pair in enumerate(pairs)
-                    if x.numel()
-                ],
-            )
+            grad_x = torch.empty_like(x)
+            for view, (pair, out) in enumerate(zip(pairs, grad_x.chunk(views), strict=True) if x.numel() else ()):
+                scaled = own[view][2]
+                _input_gradient(*pair, scaled, weight, mean[view], invstd[view], sums[view], count[view], out)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def _joined(x: Tensor, parts: list[Tensor]) -> Tensor:
-    """The views' results one behind the other; like `x`, where this worker has no samples."""
-    return torch.empty_like(x) if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
+def _normalise(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor
+) -> None:
+    """(x − mean) / sqrt(var + eps) · weight + bias into `out`, by torch's CPU kernel."""
+    unused = (mean.new_empty(0), mean.new_empty(0))
+    torch.ops.aten.native_batch_norm.out(
+        x, weight, bias, mean, var, False, 0.0, eps, out=out, save_mean=unused[0], save_invstd=unused[1]
+    )
 
 
 def _local_row(x: Tensor) -> Tensor:
@@ -153,9 +149,9 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
     if x.is_cuda:
         mean, invstd = torch.batch_norm_stats(x, 0.0)  # eps 0: the variance comes back exactly, 1/inf² = 0 included
         return mean, invstd.square().reciprocal(), x.numel() // x.shape[1]
-    wide = x if x.dtype == dtype else x.to(dtype)
-    # torch's CPU kernel: two passes, sums in double
-    mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
+    # torch's CPU kernel: two passes. It answers in the type of running statistics, of which momentum 0 changes nothing
+    zeros = torch.zeros(2, x.shape[1], dtype=dtype)
+    mean, var = torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
     return mean, var, x.numel() // x.shape[1]
 
 
@@ -168,35 +164,47 @@ def _merge(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, (m2 + counts * (means - mean).square()).sum(0) / count, count
 
 
-def _local_sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ dy and Σ dy·(x − mean) a channel (C,), over this worker's samples."""
+def _local_sums(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Σ dy and Σ dy·(x − mean) a channel (C,), over this worker's samples; on a CPU also dy·weight·invstd."""
     if x.numel() == 0:
-        return torch.zeros_like(mean), torch.zeros_like(mean)
+        return torch.zeros_like(mean), torch.zeros_like(mean), None
     if x.is_cuda:
         sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, None, True, False, False)
-        return sum_dy, sum_dy_xmu
-    # torch's evaluation backward holds both sums: grad_bias = Σ dy, grad_weight = Σ dy·(x − mean)·invstd
-    ones = torch.ones_like(mean)
+        return sum_dy, sum_dy_xmu, None
+    # torch's evaluation backward holds all three: grad_bias = Σ dy, grad_weight = Σ dy·(x − mean)·invstd
     variance = invstd.square().reciprocal()
-    _, scaled, sum_dy = torch.ops.aten.native_batch_norm_backward(
-        dy, x, ones, mean, variance, None, None, False, 0.0, [False, True, True]
+    weight = torch.ones_like(mean) if weight is None else weight
+    scaled, grad_weight, sum_dy = torch.ops.aten.native_batch_norm_backward(
+        dy, x, weight, mean, variance, None, None, False, 0.0, [True, True, True]
     )
-    return sum_dy, scaled / invstd
+    return sum_dy, grad_weight / invstd, scaled
 
 
 def _input_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: Tensor, count: Tensor
-) -> Tensor:
-    """dx = weight·invstd · [dy − Σdy/N − (x − mean)·invstd²·Σdy(x − mean)/N], sums over all workers' samples."""
-    if x.is_cuda:
-        return torch.batch_norm_backward_elemt(
-            dy, x, mean, invstd, weight, sums[0], sums[1], count.to(torch.int32).expand(1)
-        )
+    dy: Tensor,
+    x: Tensor,
+    scaled: Tensor | None,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    out: Tensor,
+) -> None:
+    """dx = weight·invstd · [dy − Σdy/N − (x − mean)·invstd²·Σdy(x − mean)/N] into `out`; sums over all workers.
+
+    `scaled`: the first of the three terms, from `_local_sums`. The other two are a batch norm of x, by its kernel.
+    """
+    if scaled is None:
+        counts = count.to(torch.int32).expand(1)
+        out.copy_(torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sums[0], sums[1], counts))
+        return
     slope = invstd if weight is None else invstd * weight
-    shape = (1, -1) + (1,) * (x.dim() - 2)
     mean_dy, projection = (sums / count).to(sums.dtype)
-    centred = (x - mean.view(shape)).mul_((-slope * invstd.square() * projection).view(shape))
-    return centred.addcmul_(dy, slope.view(shape)).sub_((slope * mean_dy).view(shape)).to(x.dtype)
+    _normalise(x, mean, invstd.square().reciprocal(), -slope * invstd * projection, -slope * mean_dy, 0.0, out)
+    out.add_(scaled)
 
 
 def convert(

@@ -139,3 +139,25 @@ def test_bf16_input_has_float32_statistics(world):
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(layer.running_mean, x.float().mean(0), rtol=1e-6, atol=1e-4)
     torch.testing.assert_close(layer.running_var, x.float().var(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_gradients_of_narrow_types_are_float64_s_rounded(world, dtype, memory_format):
+    """Weights are float32, as under autocast. Of bf16, twice rounded: 2 / 256 of the largest value at most."""
+    x, dy = drifting((16, 6, 5, 4)).to(dtype), drifting((16, 6, 5, 4), seed=2).to(dtype)
+    exact = torch.nn.BatchNorm2d(6).double()
+    torch.nn.init.uniform_(exact.weight, 0.5, 2)
+    whole = x.double().requires_grad_()
+    exact(whole).backward(dy.double())
+    layer = SyncBatchNorm(6)
+    layer.load_state_dict(exact.state_dict())
+    own = mine(world, x).contiguous(memory_format=memory_format).requires_grad_()
+    layer(own).backward(mine(world, dy))
+    expected = mine(world, whole.grad)
+    assert own.grad.dtype == dtype and own.grad.is_contiguous(memory_format=memory_format)
+    bound = {torch.bfloat16: 2 / 256, torch.float32: 1e-6}[dtype]
+    assert (own.grad - expected).abs().max() <= bound * expected.abs().max()
+    assert layer.weight.grad.dtype == torch.float32
+    total = workers.sum_(layer.weight.grad.clone(), "test.narrow")
+    torch.testing.assert_close(total, exact.weight.grad.float(), rtol=1e-4, atol=1e-3)
