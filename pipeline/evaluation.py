@@ -19,9 +19,9 @@ from dali.subset import Subset, choose, list_text
 from pipeline import checkpoint, knn, linear_heads, watchdog, workers
 from pipeline.config import ClassifierSection, Config
 from pipeline.features import Features, extract
+from pipeline.file_systems import check_output
 from pipeline.model import Backbone, build_seeded_backbone
 from pipeline.pretraining import (
-    check_output,
     check_output_is_shared,
     check_same_list,
     facts,

@@ -1,7 +1,10 @@
-"""What kind of file system a folder is on."""
+"""What kind of file system a folder is on, and whether it takes what is written."""
 
 import re
+import uuid
 from pathlib import Path
+
+from dali.errors import InputError
 
 # SQLite's locks do not hold between hosts on these, and its file may be damaged.
 NETWORK = frozenset("nfs nfs4 cifs smb3 smbfs lustre ceph glusterfs beegfs gpfs afs 9p orangefs".split())
@@ -23,3 +26,18 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
             best, kind = point, after.split()[0]
     # FUSE file systems say what they are behind a dot: fuse.sshfs, fuse.glusterfs
     return kind if kind in NETWORK or kind.startswith("fuse.") else None
+
+
+def check_output(output: Path) -> None:
+    """Create the output folder and write to it.
+
+    Raises:
+        InputError: the folder cannot be made or written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / f".probe-{uuid.uuid4().hex}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"output: {output} cannot be written ({error.strerror}); write output=FOLDER") from None

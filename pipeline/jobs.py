@@ -7,7 +7,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from dali.errors import InputError
+from dali.order import steps_per_epoch
+from dali.sources import open_source
 from pipeline.config import Config, load
+from pipeline.file_systems import check_output
 from pipeline.progress import report
 
 if TYPE_CHECKING:  # the launcher must start, and say what is wrong, where torch or Horovod is broken
@@ -48,6 +51,19 @@ def batch_of(verb: str, config: Config) -> Batch | None:
         return Batch("train.global_batch", config.train.global_batch)
     section = {"probe": config.probe, "finetune": config.finetune}.get(verb)
     return None if section is None else Batch(f"{verb}.batch", section.batch)
+
+
+def check_without_torch(config: Config) -> None:
+    """Check what can be checked of a pretraining before torch is imported, which takes longer than all of this.
+
+    Where the workers are on this machine, they say the rest as soon as their launcher could.
+
+    Raises:
+        InputError: one line.
+    """
+    source = open_source(config.data, "train", report)
+    steps_per_epoch(len(source), config.train.global_batch)
+    check_output(config.output_path)
 
 
 def described(verb: str, config: Config, count: int, device: str, threads: int) -> str:

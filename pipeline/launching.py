@@ -121,10 +121,6 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
     Raises:
         InputError: more than the hosts have slots, this machine has GPUs, or the batch has samples.
     """
-    import torch
-
-    from pipeline.workers import choose_device
-
     if options.min_np is not None:
         return _elastic_workers(options, config)
     by_host = slots(options.hosts, options.hostfile)
@@ -134,8 +130,7 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
         if wanted > sum(by_host.values()):
             raise InputError(f"-np {wanted}: the hosts have {sum(by_host.values())} slots; give more, or fewer workers")
     else:
-        gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-        wanted = options.np if options.np is not None else max(1, gpus)
+        wanted = options.np if options.np is not None else max(1, _gpus(config))
     if wanted < 1:
         raise InputError(f"-np {wanted}: at least one worker is needed")
     batch = jobs.batch_of(options.verb, config)
@@ -143,9 +138,24 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
         raise InputError(
             f"{batch.key}: {batch.size} is fewer than the {wanted} workers; each needs at least one sample"
         )
-    if here:
+    if here and (config.device == "cuda" or _gpus(config)):
+        from pipeline.workers import choose_device
+
         choose_device(config.device, wanted - 1, wanted)
     return wanted
+
+
+def _gpus(config: Config) -> int:
+    """How many GPUs the job may use on this machine. torch, slow to import, is asked only where a driver is."""
+    if config.device == "cpu":
+        return 0
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _elastic_workers(options: argparse.Namespace, config: Config) -> int:
@@ -209,16 +219,15 @@ def launch(args: list[str]) -> int:
     if options.show:
         print(shlex.join(horovodrun(options, count)))
         return 0
-    from pipeline.workers import choose_device
-
     here = options.hosts is None and options.hostfile is None and options.min_np is None
-    device = choose_device(config.device, 0, count) if here else config.device
-    threads = config.data.threads or threads_per_worker(count)
-    described = jobs.described(options.verb, config, count, str(device), threads)
-    if options.dry_run:
-        print(dump(config))
-        print(described)
-        return 0
+    if here and options.verb == "pretrain" and not options.dry_run:
+        jobs.check_without_torch(config)
+    else:
+        described = _described(options, config, count, here)
+        if options.dry_run:
+            print(dump(config))
+            print(described)
+            return 0
     output = config.output_path
     lease.refuse_if_owned(output)
     failures.forget(output)
@@ -236,6 +245,15 @@ def launch(args: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         options.host_discovery_script = asking_new_hosts(options, Path(folder) / "asked.json")
         return run_filtered(horovodrun(options, count), environment, output)
+
+
+def _described(options: argparse.Namespace, config: Config, count: int, here: bool) -> str:
+    """Check all that needs no worker, and say what the config means."""
+    from pipeline.workers import choose_device
+
+    device = choose_device(config.device, 0, count) if here else config.device
+    threads = config.data.threads or threads_per_worker(count)
+    return jobs.described(options.verb, config, count, str(device), threads)
 
 
 def environment_of_job(config: Config) -> dict[str, str]:

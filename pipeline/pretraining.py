@@ -42,6 +42,7 @@ from pipeline import (
 from pipeline.bad_files import BadFiles
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
+from pipeline.file_systems import check_output
 from pipeline.loss import BarlowTwinsLoss
 from pipeline.model import Backbone, BarlowTwins, autocast_dtype, build_model
 from pipeline.optim import build_optimizer
@@ -67,21 +68,6 @@ def check(config: Config, report: Report = silent) -> tuple[Source, Plan]:
         build_model(config.model, config.data.channels, config.views.size, config.seed)
     check_output(config.output_path)
     return source, plan
-
-
-def check_output(output: Path) -> None:
-    """Create the output folder and write to it.
-
-    Raises:
-        InputError: the folder cannot be made or written.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        probe = output / f".probe-{uuid.uuid4().hex}"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"output: {output} cannot be written ({error.strerror}); write output=FOLDER") from None
 
 
 def check_output_is_shared(output: Path, rank: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from dali.errors import InputError
 from pipeline import export, mlflow_store, model_card
 from pipeline.config import Config
-from pipeline.pretraining import check_output
+from pipeline.file_systems import check_output
 from pipeline.tracking import tracking_uri
 from pipeline.trained import Trained, open_trained
 

@@ -15,7 +15,7 @@ from pipeline.arguments import refuse_fewer
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
 from pipeline.embeddings import Collapse, Compute, Embeddings
-from pipeline.pretraining import check_output
+from pipeline.file_systems import check_output
 from pipeline.trained import open_trained
 from pipeline.workers import choose_device
 

@@ -12,6 +12,7 @@ from PIL import Image
 from pipeline.__main__ import main
 
 QUICKSTART = "configs/quickstart.yaml"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -145,6 +146,17 @@ def test_horovodrun_with_gloo_does_not_import_torch_itself():
     assert done.returncode == 0, done.stderr
     modules = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "horovod.runner.launch" in modules and "torch" not in modules
+
+
+def test_the_launcher_does_not_import_torch(folder):
+    """Its checks that need torch are the workers' too: made first, they would double the time to the first step."""
+    words = [QUICKSTART, f"data.path={folder}/images", "data.test_path=null", f"output={folder}/output", "-np", "2"]
+    code = (
+        "import sys; from pipeline import launching\n"
+        "launching.run_filtered = lambda *job: 'torch' in sys.modules\n"
+        f"sys.exit(launching.launch({[*words, 'train.global_batch=3', 'device=cpu']!r}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 def test_dry_run_shows_what_the_config_means_and_starts_nothing(folder, capfd):
