@@ -19,8 +19,3 @@ def usable_cores() -> int:
 def threads_per_worker(local_size: int) -> int:
     """This worker's share of the host's cores, at least 1: for torch and for DALI."""
     return max(1, usable_cores() // local_size)
-
-
-def cores_are_spare() -> bool:
-    """Whether each worker on this host has a core besides the one it computes on and the one its loader needs."""
-    return usable_cores() > 2 * int(os.environ.get("HOROVOD_LOCAL_SIZE", "1"))

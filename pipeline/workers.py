@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 from pipeline import watchdog
-from pipeline.cores import cores_are_spare
 
 if os.environ.get("HOROVOD_ELASTIC") == "1":
     # Horovod: a value given for either is written into the other's place when hvd.init is called again. Workers that
@@ -21,9 +20,9 @@ if os.environ.get("HOROVOD_ELASTIC") == "1":
     for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"):
         os.environ.pop(name, None)
 else:
-    # Horovod: workers negotiate every so many ms, also with nothing to do. That pause is the floor under every small
-    # collective, but a round costs work too: at 0.1 ms, two workers on two cores lost a third of each core to it.
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1" if cores_are_spare() else "1")
+    # Horovod: with nothing to do, workers negotiate every so many ms, and at 1 ms that took a fifth of a worker's core.
+    # A collective waits for none of this: by our patch it starts a round at once.
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")
 # Horovod: a group of gradients is summed in a buffer of its own. Fused with whatever else is ready, where a tensor lies
 # in the buffer, hence the order in which three workers' parts are added, would depend on timing.
 os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
@@ -36,6 +35,7 @@ from dali.errors import InputError
 from dali.order import Shard
 
 SPIN_SECONDS, POLL_SECONDS = 2e-4, 1e-4  # most collectives of a few numbers are done within the first
+LONGEST_POLL_SECONDS = 1e-3
 ProcessSet: TypeAlias = hvd.ProcessSet
 everyone: ProcessSet = hvd.global_process_set
 _rank = 0
@@ -138,10 +138,11 @@ def _wait(handle: int, name: str) -> Tensor:
 
     `hvd.synchronize` alone spins: where workers share cores, it takes them from those it waits for.
     """
-    spin_until = time.perf_counter() + SPIN_SECONDS
+    start = time.perf_counter()
     with watchdog.waiting(name):
         while not hvd.poll(handle):
-            time.sleep(0 if time.perf_counter() < spin_until else POLL_SECONDS)
+            waited = time.perf_counter() - start
+            time.sleep(0 if waited < SPIN_SECONDS else min(max(POLL_SECONDS, waited / 20), LONGEST_POLL_SECONDS))
         return hvd.synchronize(handle)
 
 

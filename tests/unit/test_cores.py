@@ -16,11 +16,3 @@ def test_a_containers_quota_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
     assert cores.usable_cores() == 3
-
-
-def test_negotiation_slows_down_where_workers_share_cores(monkeypatch):
-    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
-    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
-    assert not cores.cores_are_spare()
-    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "1")
-    assert cores.cores_are_spare()
