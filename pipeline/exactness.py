@@ -20,7 +20,6 @@ from dali.sources import open_source
 from pipeline import config, pretraining, schedule, training, workers
 from pipeline.config import Config
 from pipeline.cores import threads_per_worker
-from pipeline.launching import KEEP_MEMORY
 from pipeline.plan import make_plan
 from pipeline.samples import write_photographs
 from pipeline.training import Run
@@ -35,7 +34,7 @@ CONTROL_FACTOR = 10
 FEW_ROUNDINGS = 100  # differences below so many are none: after a step, a control may have none at all
 OTHERS_EVERY = 4  # the combines but the first take part in every fourth state: they differ in the loss alone
 # What the job needs: process sets made while it runs, and memory that stays mapped
-ENVIRONMENT = KEEP_MEMORY | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 class Row(NamedTuple):

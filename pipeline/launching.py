@@ -299,8 +299,8 @@ def run_again_with_workers(count: int, words: list[str], environment: dict[str, 
     """
     program = [sys.executable, "-m", "pipeline", *words]
     command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(count), *program]
-    ours = KEEP_MEMORY | {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    code, own_words, _ = _run(command, os.environ | environment | ours)
+    ours = {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    code, own_words, _ = _run(command, KEEP_MEMORY | os.environ | environment | ours)
     if code != 0:
         sys.stderr.writelines(own_words[-5:])
     return min(code, 1)
