@@ -22,7 +22,7 @@ import torch
 
 from pipeline import checkpoint
 from pipeline.faults import COMMIT, EVERY, ROUNDING, STEPS, Bench, Fault, NotHere, Outcome, losses_of, state
-from pipeline.launching import ROOT
+from pipeline.launching import ROOT, starter
 from pipeline.watched_jobs import PATIENCE, ElasticLaunch, Launch, step_of, workers_of
 
 
@@ -244,9 +244,8 @@ def nan_on_one_rank(bench: Bench, rng: random.Random) -> Outcome:
     output = bench.new_output()
     at = rng.randint(2, STEPS - 4)
     program = f"import sys; from pipeline.fault_kinds import spoilt_worker; sys.exit(spoilt_worker({at}, sys.argv[1:]))"
-    horovodrun = Path(sys.executable).parent / "horovodrun"
     words = bench.words(output)[:-2]  # without -np 2
-    command = [str(horovodrun), "-np", "2", sys.executable, "-c", program, "pretrain"]
+    command = [*starter(2), sys.executable, "-c", program, "pretrain"]
     launch = Launch(words, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, command)
     code = launch.end()
     losses, found = losses_of(output), state(output)

@@ -181,7 +181,7 @@ def _elastic_workers(options: argparse.Namespace, config: Config) -> int:
 
 def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
     """The command that starts the workers."""
-    words = [str(Path(sys.executable).parent / "horovodrun"), *(["--gloo"] if _only_gloo() else []), "-np", str(count)]
+    words = starter(count)
     for flag in (
         *("hosts", "hostfile", "network_interface", "ssh_port", "ssh_identity_file", "start_timeout"),
         *("min_np", "max_np", "host_discovery_script", "reset_limit", "blacklist_cooldown_range"),
@@ -192,10 +192,14 @@ def horovodrun(options: argparse.Namespace, count: int) -> list[str]:
     return [*words, sys.executable, "-m", "pipeline", *worker_words(options)]
 
 
-def _only_gloo() -> bool:
-    """Whether this Horovod has no MPI. horovodrun would ask for it, and import torch for that."""
+def starter(count: int) -> list[str]:
+    """The words before a program that start `count` workers of it.
+
+    Without MPI in this Horovod they say so: horovodrun would ask for it, and import torch for that (5 s).
+    """
     built = Path(sys.prefix) / "horovod-build.json"
-    return built.exists() and json.loads(built.read_text())["mpi"] is None
+    only_gloo = built.exists() and json.loads(built.read_text())["mpi"] is None
+    return [str(Path(sys.executable).parent / "horovodrun"), *(["--gloo"] if only_gloo else []), "-np", str(count)]
 
 
 def asking_new_hosts(options: argparse.Namespace, memory: Path) -> str:
@@ -298,9 +302,8 @@ def run_again_with_workers(count: int, words: list[str], environment: dict[str, 
     folder; returns 0 or 1.
     """
     program = [sys.executable, "-m", "pipeline", *words]
-    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(count), *program]
     ours = {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    code, own_words, _ = _run(command, KEEP_MEMORY | os.environ | environment | ours)
+    code, own_words, _ = _run([*starter(count), *program], KEEP_MEMORY | os.environ | environment | ours)
     if code != 0:
         sys.stderr.writelines(own_words[-5:])
     return min(code, 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pipeline.launching import ROOT
+from pipeline.launching import ROOT, starter
 
 SHM_NEEDED = 1 << 30
 SET_UP_AGAIN = "rm -r .venv && ./run.sh setup"
@@ -128,8 +128,7 @@ def _horovod_job() -> str:
         "import torch; from pipeline import workers; w = workers.start();"
         "t = workers.sum_(torch.tensor([float(w.rank + 1)]), 'doctor'); assert w.size == 2 and t.item() == 3, (w, t)"
     )
-    horovodrun = Path(sys.executable).parent / "horovodrun"
-    command = [str(horovodrun), "-np", "2", sys.executable, "-c", code]
+    command = [*starter(2), sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode != 0:

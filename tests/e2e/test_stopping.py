@@ -34,8 +34,7 @@ def digits(tmp_path_factory):
 def run_two(program, words):
     """Two workers of a program of ours that misbehaves, by the launcher's own means: its exit code."""
     config = load(COMMON[0], [*COMMON[1:], *words])
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    command = [horovodrun, "-np", "2", sys.executable, str(ROOT / program), "pretrain", *COMMON, *words]
+    command = [*launching.starter(2), sys.executable, str(ROOT / program), "pretrain", *COMMON, *words]
     environment = launching.environment_of_job(config) | {"OMP_NUM_THREADS": "1"}
     return launching.run_filtered(command, environment, config.output_path)
 

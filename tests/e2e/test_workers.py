@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.launching import starter
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,21 +21,8 @@ OF_THREE = " and ".join(f"not {word}" for word in TOLD.split())
 @pytest.mark.parametrize(("count", "files", "chosen"), [(2, ["tests/workers"], ""), (3, EXACT, OF_THREE)])
 def test_worker_tests_pass_on_every_rank(count, files, chosen):
     """A rank that fails alone leaves the others waiting: the stall check ends them."""
-    horovodrun = Path(sys.executable).parent / "horovodrun"
-    command = [
-        str(horovodrun),
-        "-np",
-        str(count),
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        *files,
-        "--durations=8",
-        "-k",
-        chosen,
-    ]
+    words = ["-m", "pytest", "-q", "-x", *files, "--durations=8", "-k", chosen]
+    command = [*starter(count), sys.executable, *words]
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
