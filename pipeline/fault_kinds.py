@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pipeline import checkpoint
-from pipeline.faults import COMMIT, EVERY, ROUNDING, STEPS, Bench, Fault, NotHere, Outcome, losses_of, state
+from pipeline.faults import COMMIT, EVERY, PER_EPOCH, ROUNDING, STEPS, Bench, Fault, NotHere, Outcome, losses_of, state
 from pipeline.launching import ROOT, starter
 from pipeline.watched_jobs import PATIENCE, ElasticLaunch, Launch, step_of, workers_of
 
@@ -57,15 +57,20 @@ def kill_in_a_save(bench: Bench, rng: random.Random) -> Outcome:
     launch = Launch(bench.words(output))
     launch.step(EVERY * rng.randint(1, STEPS // EVERY - 2) - 1)
     rank_0 = workers_of(output)["0"]
-    saved = set((output / checkpoint.FOLDER).glob("*"))
-    end = time.monotonic() + PATIENCE
-    while set((output / checkpoint.FOLDER).glob("*")) <= saved and time.monotonic() < end:
-        time.sleep(0.0005)
+    _until_saving(output)
     os.kill(rank_0, signal.SIGKILL)
     since = time.monotonic()
     code, at = launch.end(), launch.last_step
     outcome = bench.recover(output, at, since, "what was half written is dropped; started again")
     return outcome._replace(wrong=outcome.wrong + (code != 1))
+
+
+def _until_saving(output: Path) -> None:
+    """Until the next file of a checkpoint is begun."""
+    folder, end = output / checkpoint.FOLDER, time.monotonic() + PATIENCE
+    saved = set(folder.glob("*"))
+    while set(folder.glob("*")) <= saved and time.monotonic() < end:
+        time.sleep(0.0005)
 
 
 def damage(how: str) -> Fault:
@@ -90,24 +95,27 @@ def damage(how: str) -> Fault:
 
 def sigterm(when: str) -> Fault:
     def fault(bench: Bench, rng: random.Random) -> Outcome:
-        output = bench.new_output()
-        launch = Launch(bench.words(output, *(("knn.every_epochs=1",) if when == "an evaluation" else ())))
+        output, evaluates = bench.new_output(), when == "an evaluation"
+        more = (f"data.test_path={bench.folder}/digits/test", "knn.every_epochs=1") if evaluates else ()
+        launch = Launch(bench.words(output, *more))
         if when == "start-up":
             while len(workers_of(output)) < 2 and launch.process.poll() is None:
                 time.sleep(0.1)
             time.sleep(rng.random() * 2)
         elif when == "a save":
             launch.step(EVERY - 1)
-            end = time.monotonic() + PATIENCE
-            while not list((output / checkpoint.FOLDER).glob("*step_*")) and time.monotonic() < end:
-                time.sleep(0.001)
+            _until_saving(output)
+        elif evaluates:
+            launch.step(PER_EPOCH)
+            time.sleep(rng.random() / 10)
         else:
             launch.step(rng.randint(2, STEPS - 6))
         launch.process.send_signal(signal.SIGTERM)
         since = time.monotonic()
         code, at = launch.end(), launch.last_step
-        outcome = bench.recover(output, at, since, "saves, exit 75; started again")
-        return outcome._replace(wrong=outcome.wrong + (code != 75))
+        in_time = not evaluates or any(seen > since and line.startswith("kNN accuracy") for seen, line in launch.lines)
+        outcome = bench.recover(output, at, since, "saves, exit 75; started again", *more)
+        return outcome._replace(wrong=outcome.wrong + (code != 75) + (not in_time))
 
     return fault
 

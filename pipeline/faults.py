@@ -21,6 +21,7 @@ from pipeline.samples import write_digits
 from pipeline.watched_jobs import Launch, step_of
 
 STEPS, EVERY = 48, 8  # of the run, and of its checkpoints
+PER_EPOCH = 25  # of those steps
 COMMIT = 4  # steps between two commits of an elastic run
 ROUNDING = 1e-9  # the most, in float64, by which a run on other numbers of workers may differ
 
