@@ -52,7 +52,7 @@ def weights(output):
     return state["step"], torch.cat([v.flatten().double() for v in state["model"].values() if v.is_floating_point()])
 
 
-def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path, monkeypatch):
+def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path):
     """Also: hosts that cannot be reached or fail at their start cost no step; one run, whose last attempts hold every
     step once.
     """
@@ -66,7 +66,6 @@ def test_2_1_2_3_2_workers_make_the_run_of_one(digits, tmp_path, monkeypatch):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     here = socket.gethostname()
-    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "25")  # how long the others wait for the one killed as it starts
     again = ["--blacklist-cooldown-range", "1", "2"]
     job = ElasticLaunch([*words(digits, output), *again], tmp_path, ["localhost", "127.0.0.1"])
     job.step(12)
