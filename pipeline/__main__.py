@@ -65,6 +65,6 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     ended = main(sys.argv[1:])
-    if sys.argv[1:2] and sys.argv[1] in WORKERS:
+    if WORKERS.intersection(sys.argv[1:2]):
         leave(ended)
     sys.exit(ended)

@@ -33,7 +33,7 @@ BOUNDS = {
 CONTROL_FACTOR = 10
 FEW_ROUNDINGS = 100  # differences below so many are none: after a step, a control may have none at all
 OTHERS_EVERY = 4  # the combines but the first take part in every fourth state: they differ in the loss alone
-# What the job needs: process sets made while it runs, and memory that stays mapped
+# What the job needs: process sets made while it runs
 ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 

@@ -31,17 +31,21 @@ sys.exit(program.main(["pretrain"]))
 """
 
 SLOW_TO_TAKE_APART = """
-import atexit, time
-from pipeline.__main__ import leave
+import atexit, runpy, sys, time, types
 
 class Slow:
     def __del__(self):
         time.sleep(60)
 
+def run(words):
+    print("first words")
+    return 7
+
 slow = Slow()
 atexit.register(print, "last words")
-print("first words")
-leave(7)
+sys.modules["pipeline.commands.pretrain"] = types.SimpleNamespace(run=run)
+sys.argv = ["pipeline", "pretrain"]
+runpy.run_module("pipeline", run_name="__main__")
 """
 
 
