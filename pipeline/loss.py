@@ -113,6 +113,8 @@ def _gathered(z1: Tensor, z2: Tensor, global_batch: int, process_set: workers.Pr
 
 def _rows_of_all(z1: Tensor, z2: Tensor, process_set: workers.ProcessSet) -> tuple[Tensor, Tensor]:
     """Both embeddings of the global batch, (B, D) each, in one collective."""
+    if process_set.size() == 1:
+        return z1, z2
     both = workers.gather(torch.cat([z1, z2], dim=1), "loss.rows", process_set)
     return both[:, : z1.shape[1]], both[:, z1.shape[1] :]
 
@@ -177,11 +179,12 @@ class _ThroughGram(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z1, z2, rows1, rows2, k1, k2, on_diagonal = ctx.saved_tensors
-        factor, share = grads[2] * (2 / ctx.batch), ctx.lambd / ctx.batch
+        factor = grads[2] * (2 / ctx.batch)  # into the small ones: each pass over n x D numbers takes its time
+        on_diagonal, share = on_diagonal * factor, factor * (ctx.lambd / ctx.batch)
         with _full_precision():
-            grad1 = torch.addmm(z2 * on_diagonal, k2, rows1, alpha=share)
-            grad2 = torch.addmm(z1 * on_diagonal, k1, rows2, alpha=share)
-        return grad1.mul_(factor), grad2.mul_(factor), None, None, None
+            grad1 = (z2 * on_diagonal).addmm_(k2 * share, rows1)
+            grad2 = (z1 * on_diagonal).addmm_(k1 * share, rows2)
+        return grad1, grad2, None, None, None
 
 
 def choose_combine(wanted: str, dim: int, global_batch: int) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launching import starter
+from pipeline.launching import KEEP_MEMORY, starter
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,12 +23,16 @@ def test_worker_tests_pass_on_every_rank(count, files, chosen):
     """A rank that fails alone leaves the others waiting: the stall check ends them."""
     words = ["-m", "pytest", "-q", "-x", *files, "--durations=8", "-k", chosen]
     command = [*starter(count), sys.executable, *words]
-    environment = os.environ | {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
-    }
+    environment = (
+        KEEP_MEMORY
+        | os.environ
+        | {
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
+        }
+    )
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     passed = [line for line in done.stdout.splitlines() if " passed" in line]
     assert done.returncode == 0 and len(passed) == count, done.stdout[-6000:] + done.stderr[-3000:]
