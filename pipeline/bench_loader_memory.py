@@ -17,7 +17,7 @@ from dali.order import Shard, steps_per_epoch
 from dali.spec import ViewsSpec
 from pipeline.samples import write_photographs
 
-WARM_UP = 5  # epochs, until buffers have their largest size
+WARM_UP = 10  # epochs, until buffers have their largest size: after some 100 steps here
 BOUND = 0.001  # growth an epoch, as a share of what is resident
 
 

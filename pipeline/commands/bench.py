@@ -43,8 +43,10 @@ def run(args: list[str]) -> int:
     loader.add_argument("--hw-decoder-load", type=float, metavar="X", help="data.decoder.hw_decoder_load, with cuda")
     memory = verbs.add_parser("loader-memory", help="resident memory and open files of the loaders, an epoch at a time")
     memory.add_argument("--epochs", type=int, default=20, metavar="N", help="after a warm-up (20)")
-    for verb in (loader, memory):
-        verb.add_argument("--images", type=int, default=256, metavar="N", help="500x375 JPEGs, made for this (256)")
+    for verb, images in ((loader, 256), (memory, 1024)):
+        verb.add_argument(
+            "--images", type=int, default=images, metavar="N", help=f"500x375 JPEGs, made for this ({images})"
+        )
         verb.add_argument("--threads", type=int, metavar="N", help="also processes of torchvision's (all cores)")
         verb.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(args)
