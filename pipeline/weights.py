@@ -136,19 +136,26 @@ def _locate(state: dict[str, Tensor], wanted: dict[str, Tensor], backbone: Backb
     for key in wanted:
         child, _, tail = key.partition(".")
         numbered[f"{numbers.get(child, child)}.{tail}"] = key  # nn.Sequential(*backbone.children())
-    # Other networks' layers have numbers too: fewer than half of them is no match.
-    for names, least in (({key: key for key in wanted}, 1), (numbered, len(wanted) // 2)):
-        counts: Counter[str] = Counter()
-        for key in state:
-            parts = key.split(".")
-            for cut in range(len(parts)):
-                if ".".join(parts[cut:]) in names:
-                    counts["".join(f"{part}." for part in parts[:cut])] += 1
-        if max(counts.values(), default=0) >= least:
-            # Of equals the shortest: `backbone.` before `momentum_backbone.`.
-            prefix = min(counts, key=lambda p: (-counts[p], len(p)))
-            return prefix, {names[name]: prefix + name for name in names if prefix + name in state}
-    return "", {}
+    prefix, found = _best_prefix(state, {key: key for key in wanted})
+    numbered_prefix, numbered_found = _best_prefix(state, numbered)
+    # Other networks' layers have numbers too, of which fewer than half are no match; and numbered blocks end in the
+    # names of the root: `4.0.conv1.weight` in `conv1.weight`.
+    if len(numbered_found) > len(found) and len(numbered_found) >= len(wanted) // 2:
+        return numbered_prefix, numbered_found
+    return prefix, found
+
+
+def _best_prefix(state: dict[str, Tensor], names: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The prefix under which most of `names` stand in the file; for the key that each is of, the key there."""
+    counts: Counter[str] = Counter()
+    for key in state:
+        parts = key.split(".")
+        for cut in range(len(parts)):
+            if ".".join(parts[cut:]) in names:
+                counts["".join(f"{part}." for part in parts[:cut])] += 1
+    # Of equals the shortest: `backbone.` before `momentum_backbone.`.
+    prefix = min(counts, key=lambda p: (-counts[p], len(p)), default="")
+    return prefix, {names[name]: prefix + name for name in names if prefix + name in state}
 
 
 def _sum_input_channels(found: dict[str, Tensor], wanted: dict[str, Tensor], key: str) -> bool:

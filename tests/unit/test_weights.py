@@ -105,6 +105,18 @@ def test_a_full_resnet50_of_the_reference_is_read(tmp_path):
     assert torch.equal(backbone.layer4[2].conv3.weight, source["layer4.2.conv3.weight"])
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vgg11_bn"])
+def test_numbered_children_are_read_though_names_in_blocks_are_the_root_s(name, tmp_path):
+    first, second = fresh(1, name), fresh(2, name)
+    source = first.state_dict()
+    numbers = {child: str(number) for number, (child, _) in enumerate(first.named_children())}
+    numbered = {f"backbone.{numbers[key.split('.')[0]]}.{key.partition('.')[2]}": t for key, t in source.items()}
+    torch.save({"state_dict": numbered | PROJECTOR}, tmp_path / "lightly.ckpt")
+    report = load_backbone_weights(second, tmp_path / "lightly.ckpt")
+    assert (report.prefix, report.matched, report.missing) == ("backbone.", len(source), ())
+    assert all(torch.equal(tensor, source[key]) for key, tensor in second.state_dict().items())
+
+
 def test_safetensors_are_read_under_any_prefix(source, tmp_path):
     save_file(under("backbone.", source) | HEAD, tmp_path / "weights.safetensors")
     backbone = fresh(2, "convnet4")
