@@ -7,7 +7,9 @@ temporary name, fsync, rename, fsync of the folder; then `latest`. `milestones/`
 """
 
 import hashlib
+import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -140,7 +142,7 @@ def save(output: Path, state: dict[str, Any], keep: int, milestone: bool) -> Pat
     _sync_folder(target.parent)
     _write(target.parent / "latest", target.name + "\n")
     for old in sorted(target.parent.glob("step_*.pt"))[:-keep]:
-        if old != target:  # after a rewind the newest may not have the highest step
+        if old != target:  # after damaged ones the newest has not the highest step
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
     if milestone:
@@ -150,6 +152,26 @@ def save(output: Path, state: dict[str, Any], keep: int, milestone: bool) -> Pat
             (folder / file.name).unlink(missing_ok=True)
             os.link(file, folder / file.name)
     return target
+
+
+def rewind(output: Path, chosen: Path, state: dict[str, Any]) -> None:
+    """Make `chosen`, which holds `state`, the newest checkpoint of `output`: the run goes on from there, also the next
+    time. Later ones of `output` belong to what is given up; they are set aside in a folder, nothing is deleted."""
+    target = path_of(output, state["step"])
+    later = [file for file in sorted((output / FOLDER).glob("step_*.pt")) if file > target]
+    if later:
+        numbers = (number for number in itertools.count(1) if not (output / FOLDER / f"aside-{number}").exists())
+        aside = output / FOLDER / f"aside-{next(numbers)}"
+        aside.mkdir()
+        for file in later:
+            note = file.with_suffix(".sha256")
+            if note.exists():
+                note.rename(aside / note.name)
+            file.rename(aside / file.name)
+        _sync_folder(aside)
+        print(f"checkpoints after step {state['step']} are set aside in {aside}: {len(later)}", flush=True)
+    if not (target.exists() and target.samefile(chosen)):
+        save(output, state, keep=sys.maxsize, milestone=False)
 
 
 def _remove_leftovers(folder: Path) -> None:

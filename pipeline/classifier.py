@@ -28,7 +28,7 @@ from pipeline.guard import Buffers, Guard
 from pipeline.optim import SGD
 from pipeline.plan import Plan
 from pipeline.pretraining import checkpoints_failed, end_saving, mark_ended, whole_state
-from pipeline.resuming import find_state, flat, restore
+from pipeline.resuming import begin_attempt, find_state, flat, restore
 from pipeline.scores import Scores, to_count
 from pipeline.tracking import Tracker
 from pipeline.training import autocast, update
@@ -384,7 +384,7 @@ def begin(training: Training) -> Tracker | None:
     tracker = evaluation.start_tracker(training.job, training.resumed_run_id)
     if tracker is not None:
         training.writer = checkpoint.Writer(config.output_path, config.checkpoint.keep)
-        (config.output_path / "summary.json").unlink(missing_ok=True)
+        begin_attempt(config.output_path)
     return tracker
 
 

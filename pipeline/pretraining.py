@@ -47,7 +47,7 @@ from pipeline.loss import BarlowTwinsLoss
 from pipeline.model import Backbone, BarlowTwins, autocast_dtype, build_model
 from pipeline.optim import build_optimizer
 from pipeline.plan import Plan, describe, make_plan
-from pipeline.resuming import find_state, restore, shaping
+from pipeline.resuming import begin_attempt, find_state, restore, shaping
 from pipeline.tracking import Tracker
 from pipeline.training import Outcome, Run
 from pipeline.views_sheet import views_sheet
@@ -359,6 +359,7 @@ def take_up(run: Run) -> Duties:
     tracker = None
     if run.world.rank == 0:
         print(describe(config, run.plan, run.world.size, str(run.device), run.threads), flush=True)
+        begin_attempt(config.output_path)
         tracker = Tracker.start(
             config,
             config.output_path,

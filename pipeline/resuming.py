@@ -1,5 +1,7 @@
 """What makes two runs the same one, and the checkpoint from which a run goes on."""
 
+import json
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +59,8 @@ def find_state(
     `now` are the run's shaping values, `digest` that of its images, `epochs` the key that sets its length.
 
     Raises:
-        InputError: images or shaping values are not those of the checkpoint, each difference listed; or it is complete.
+        InputError: images or shaping values are not those of the checkpoint, each difference listed; or it is complete:
+            the last step is done, and what follows it.
     """
     chosen = None
     with workers.together():
@@ -80,14 +83,34 @@ def find_state(
                 f"{chosen}: belongs to another run: {'; '.join(changed)}; write another output, "
                 "or accept with checkpoint.allow_change=[KEY, ...]"
             )
-        if state["step"] >= stop_step:
+        if state["step"] > stop_step or ended_at(config.output_path) == state["step"] == stop_step:
             raise InputError(
                 f"output: the run in {config.output_path} is complete (step {state['step']}); write another, or go on "
                 f"with a larger {epochs} and checkpoint.allow_change=[{epochs}]"
             )
+        if rank == 0 and config.checkpoint.resume != "auto":
+            try:
+                checkpoint.rewind(config.output_path, chosen, state)
+            except OSError as error:
+                raise InputError(
+                    f"checkpoint.resume: later checkpoints in {config.output_path} cannot be set aside "
+                    f"({error.strerror}); make room, or write another output"
+                ) from None
     if rank == 0:
         print(f"resuming at step {state['step']} from {chosen}", flush=True)
     return state
+
+
+def ended_at(output: Path) -> int | None:
+    """The step at which the last attempt of the run in `output` ended in order, all done that follows training; None
+    where it did not: then the end is done again."""
+    summary = output / "summary.json"
+    return json.loads(summary.read_text())["step"] if summary.exists() else None
+
+
+def begin_attempt(output: Path) -> None:
+    """What an earlier attempt said of the outcome no longer holds. On rank 0."""
+    (output / "summary.json").unlink(missing_ok=True)
 
 
 class Resumable(Protocol):
@@ -113,7 +136,10 @@ class Resumable(Protocol):
 def restore(run: Resumable, state: dict[str, Any]) -> None:
     """Put the content of a checkpoint into a run that was built anew."""
     run.model.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
+    # Rates, decay and momentum are the config's: a checkpoint that brought its own would undo an allowed change
+    groups = zip(run.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"], strict=True)
+    groups_now = [{**now, "params": before["params"]} for now, before in groups]
+    run.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups_now})
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.step, run.resumed_run_id = state["step"], state["run_id"]

@@ -156,6 +156,27 @@ def test_a_damaged_newest_is_passed_over(tmp_path, damage, capfd):
         checkpoint.find(tmp_path, "auto")
 
 
+def test_after_a_rewind_the_new_branch_is_the_one_that_goes_on(tmp_path):
+    """What is given up is set aside, each time in a folder of its own; what is kept are the newest of the new branch."""
+    for step in (10, 20, 30):
+        checkpoint.save(tmp_path, state(step, step), keep=3, milestone=step == 10)
+    checkpoint.path_of(tmp_path, 10).unlink()  # only the milestone is left of it
+    chosen = tmp_path / checkpoint.FOLDER / "milestones" / "step_00000010.pt"
+    checkpoint.rewind(tmp_path, chosen, checkpoint.load(chosen))
+    assert checkpoint.find(tmp_path, "auto") == checkpoint.path_of(tmp_path, 10)
+    for step in (11, 12):
+        checkpoint.save(tmp_path, state(step, -step), keep=3, milestone=False)
+    newest = checkpoint.find(tmp_path, "auto")
+    assert newest is not None and checkpoint.load(newest)["model"]["a"][0] == -12
+    assert [name for name in files(tmp_path) if name.endswith(".pt")] == [f"step_000000{n}.pt" for n in (10, 11, 12)]
+    eleven = checkpoint.path_of(tmp_path, 11)
+    checkpoint.rewind(tmp_path, eleven, checkpoint.load(eleven))
+    for number, steps in ((1, (20, 30)), (2, (12,))):
+        aside = tmp_path / checkpoint.FOLDER / f"aside-{number}"
+        kept = [aside / f"step_000000{step}.pt" for step in steps]
+        assert sorted(aside.glob("*.pt")) == kept and all(checkpoint.defect(file) is None for file in kept)
+
+
 def test_a_bare_interpreter_reads_it(tmp_path):
     """Case 30: no code of ours, nothing but tensors and plain values."""
     path = checkpoint.save(tmp_path, state(5, 3.0), keep=1, milestone=False)

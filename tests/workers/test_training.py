@@ -186,6 +186,41 @@ def test_a_run_on_other_images_or_settings_is_refused_with_what_changed(world, s
     assert checkpoint.path_of(made.output_path, 3).exists() or world.rank
 
 
+def test_an_end_that_was_not_reached_is_done_again(world, settings):
+    """Killed after the last checkpoint: the same command judges and hands over; nothing is trained again."""
+    made = settings("train.stop_after_steps=2")
+    pretraining.pretrain(made, world)
+    last, output = checkpoint.path_of(made.output_path, 2), made.output_path
+    before = checkpoint.load(last)
+    workers.barrier("test.read")
+    if world.rank == 0:  # as the kill leaves it
+        (output / "summary.json").unlink()
+        (output / "backbone.pth").unlink()
+    assert pretraining.pretrain(made, world) == 0
+    assert_same_bits(before, checkpoint.load(last))
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["step"] == 2 and (output / "backbone.pth").exists()
+    with pytest.raises(InputError, match="is complete"):
+        pretraining.pretrain(made, world)
+
+
+def test_a_rewound_run_goes_on_from_its_new_branch(world, settings):
+    made = settings("train.stop_after_steps=4", "checkpoint.every_steps=1")
+    pretraining.pretrain(made, world)
+    chosen = str(checkpoint.path_of(made.output_path, 2))
+    keys = {"resume": chosen, "allow_change": ("optimizer.lr_weights",)}
+    rate = {"optimizer": made.optimizer.model_copy(update={"lr_weights": 0.0})}
+    shorter = {"train": made.train.model_copy(update={"stop_after_steps": 3})}
+    rewound = made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update=keys), **rate})
+    pretraining.pretrain(rewound.model_copy(update=shorter), world)
+    auto = made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update={"resume": "auto"}), **rate})
+    pretraining.pretrain(auto, world)
+    three, four = (checkpoint.load(checkpoint.path_of(made.output_path, step)) for step in (3, 4))
+    assert four["step"] == 4 and four["config"]["optimizer"]["lr_weights"] == 0.0
+    weights = [state["model"]["backbone.blocks.0.0.weight"] for state in (three, four)]
+    assert torch.equal(*weights)  # of the branch whose rate is 0
+
+
 def test_starting_moves_no_weight_and_all_workers_hold_the_same(world, settings):
     """Case 3: with weight decay and a frozen parameter; a worker that differs is named, with the tensor."""
     made = settings("optimizer.weight_decay=0.5", "optimizer.name=sgd")
