@@ -147,12 +147,17 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
         zero = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
         return zero, zero, 0
     if x.is_cuda:
-        mean, invstd = torch.batch_norm_stats(x, 0.0)  # eps 0: the variance comes back exactly, 1/inf² = 0 included
-        return mean, invstd.square().reciprocal(), x.numel() // x.shape[1]
+        mean, invstd = torch.batch_norm_stats(x, 0.0)  # eps 0: the variance comes back exactly
+        return mean, _variance(invstd), x.numel() // x.shape[1]
     # torch's CPU kernel: two passes. It answers in the type of running statistics, of which momentum 0 changes nothing
     zeros = torch.zeros(2, x.shape[1], dtype=dtype)
     mean, var = torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
     return mean, var, x.numel() // x.shape[1]
+
+
+def _variance(invstd: Tensor) -> Tensor:
+    """The variance of which torch's CUDA kernel made `invstd` with eps 0; of a variance of 0 it makes 0, not infinity."""
+    return torch.where(invstd > 0, invstd.square().reciprocal(), 0.0)
 
 
 def _merge(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

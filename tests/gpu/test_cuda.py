@@ -46,6 +46,16 @@ def test_sync_bn_is_torchs(world, dtype, channels_last):
     torch.testing.assert_close(ours.running_var, layer.running_var, **tolerance)
 
 
+def test_a_channel_without_spread_has_variance_0(world):
+    """One sample a worker, or a channel that is dead there: others' samples have spread."""
+    x = torch.randn(16, 3, 5, 5, device="cuda")
+    x[:, 1] = 7
+    _, variance, _ = sync_bn._local_statistics(x)
+    torch.testing.assert_close(variance, x.var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
+    mean, variance, count = sync_bn._local_statistics(x[:1, :, 0, 0])
+    assert torch.equal(mean, x[0, :, 0, 0]) and not variance.any() and count == 1
+
+
 def test_sync_bn_is_torchs_own_synchronised_layer(world, tmp_path):
     """torch.nn.SyncBatchNorm refuses CPU tensors; alone it does not synchronise, so its function is called."""
     x = (3 + 2 * torch.randn(16, 8, 7, 5, device="cuda", dtype=torch.float64)).requires_grad_()

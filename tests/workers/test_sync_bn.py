@@ -65,6 +65,17 @@ def test_channels_last_and_a_worker_without_samples(world):
     compare(world, torch.nn.BatchNorm2d(4).double(), x, dy, part, memory_format=torch.channels_last)
 
 
+def test_a_channel_that_has_no_spread_on_a_worker(world):
+    """One sample a worker in most of them, and a channel that is dead on each."""
+    x, dy = drifting((world.size + 1, 4, 1, 1)), drifting((world.size + 1, 4, 1, 1), seed=4)
+    x[:, 1] = torch.arange(world.size + 1.0, dtype=torch.float64).clamp(max=world.size - 1).view(-1, 1, 1)
+    part = slice(world.rank, world.rank + 1 + (world.rank == world.size - 1))
+    if world.size > 1:
+        compare(world, torch.nn.BatchNorm2d(4).double(), x, dy, part)
+    invstd = torch.tensor([0.0, torch.inf, 0.5])  # a variance of 0 as CUDA writes it, and as mathematics does
+    assert sync_bn._variance(invstd).tolist() == [0.0, 0.0, 4.0]
+
+
 def test_slices_of_3_and_5_samples(world):
     """Case 19: unequal local batches count by their samples, not one vote a worker."""
     x, dy = drifting((8, 4)), drifting((8, 4), seed=4)
