@@ -120,7 +120,9 @@ class CheckpointSection(Section):
     every_epochs: Count = Field(1, description="Save every so many epochs.")
     keep: Count = Field(3, description="How many of the latest checkpoints stay.")
     milestone_epochs: Count | None = Field(100, description="Checkpoints of every so many epochs stay for good.")
-    resume: str = Field("auto", description="`auto`: go on from the latest in `output`; `never`; or a file: later ones are set aside.")
+    resume: str = Field(
+        "auto", description="`auto`: go on from the latest in `output`; `never`; or a file: later ones are set aside."
+    )
     stop_seconds: Count = Field(
         300, description="After SIGTERM, how long the launcher lets workers save before it kills them."
     )

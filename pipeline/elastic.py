@@ -11,8 +11,11 @@ Everything that talks to other workers happens in `sync` or after it: a newcomer
 
 import ctypes
 import os
+import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -20,7 +23,7 @@ from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from dali.errors import InputError
-from pipeline import checkpoint, pretraining, stopping, watchdog, workers
+from pipeline import checkpoint, failures, pretraining, stopping, watchdog, workers
 from pipeline.config import Config
 from pipeline.lease import Lease
 from pipeline.training import Run
@@ -33,6 +36,20 @@ _UNTIL_ALL_HAVE_IT = 5.0
 def is_elastic() -> bool:
     """Whether horovodrun started this process as a worker that others may join."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def meet(last_words: Callable[[], None] = lambda: None) -> None:
+    """Join the workers there are now; says its last words and ends the process if its host is no longer one of them."""
+    while True:
+        try:
+            hvd.init()
+            return
+        except ValueError:  # a newcomer did not come; horovodrun then makes other groups
+            if _rank_given() == -1:
+                last_words()
+                os._exit(0)
+            print("elastic: a worker that should have come did not; trying again without it", flush=True)
+            hvd.shutdown()
 
 
 def pretrain(config: Config, wishes: stopping.Wishes) -> int:
@@ -65,6 +82,22 @@ def _round(job: "_Job") -> int:
         raise
 
 
+class _Vote(workers.Vote):
+    """Something happens only if all want it; tells until when the others are known not to have wanted it with us."""
+
+    def __init__(self) -> None:
+        super().__init__(unanimous=True)
+        self.refused_at: float | None = None
+        self._wanted_at: float | None = None
+
+    def cast(self, value: int) -> int:
+        outcome = super().cast(value)
+        if outcome == stopping.GO_ON and self._wanted_at is not None:
+            self.refused_at = self._wanted_at
+        self._wanted_at = None if value == stopping.GO_ON else time.monotonic()
+        return outcome
+
+
 class _Job(State):
     """What Horovod keeps, takes back and spreads: the run's state, and the step it belongs to."""
 
@@ -78,6 +111,7 @@ class _Job(State):
         self.lease: Lease | None = None  # of the output folder, where rank 0 is or was
         self._kept: dict[str, Any] = {}
         self._told_at: float | None = None
+        self._vote = _Vote()
 
     def save(self) -> None:
         """Keep a copy of the state in this process's memory."""
@@ -92,37 +126,34 @@ class _Job(State):
         }
 
     def restore(self) -> None:
-        """Take back the state of the last `save`."""
+        """Take back the state of the last `save`; without one, all begin again from the newest checkpoint."""
         run = self.run
-        assert run is not None
+        if run is None or not self._kept:
+            self.run = None
+            return
         run.model.load_state_dict(self._kept["model"])
         run.optimizer.load_state_dict(checkpoint.snapshot(self._kept["optimizer"]))
         run.scaler.load_state_dict(self._kept["scaler"])
         run.step, run.bad_files = self._kept["step"], dict(self._kept["bad_files"])
 
     def meet_again(self) -> None:
-        """Join the workers there are now; ends the process if its host is no longer one of them."""
+        """Join the workers there are now."""
         watchdog.enter("start")
         hvd.shutdown()
-        while True:
-            try:
-                hvd.init()
-                return
-            except ValueError:  # a newcomer did not come; horovodrun then makes other groups
-                if _rank_given() == -1:
-                    if self.duties is not None and self.duties.tracker is not None:
-                        self.duties.tracker.close()
-                    if self.lease is not None:
-                        self.lease.release()
-                    os._exit(0)
-                print("elastic: a worker that should have come did not; trying again without it", flush=True)
-                hvd.shutdown()
+        meet(self._hand_over)
+
+    def _hand_over(self) -> None:
+        if self.duties is not None and self.duties.tracker is not None:
+            self.duties.tracker.close()
+        if self.lease is not None:
+            self.lease.release()
 
     def reset(self) -> None:
         """After `hvd.init` among other workers: forget what was on its way to the former ones."""
-        run = self.run
-        assert run is not None
         self.resets += 1
+        run = self.run
+        if run is None:
+            return
         run.gradients.forget()
         run.world = workers.place()
         run.threads = pretraining.set_up_torch(self.config, run.world, run.device)
@@ -133,11 +164,15 @@ class _Job(State):
         Raises:
             InputError: on a newcomer that has other images or another output folder. It ends; the others go on.
         """
-        steps = workers.gather_objects(self.run.step if self.run is not None else None, "elastic.steps")
-        if all(step is None for step in steps):
+        steps = workers.gather_objects(self._kept.get("step"), "elastic.steps")
+        if steps[0] is None:  # at the start, or a worker was lost before all had a state
             self.run = pretraining.prepare(self.config, workers.place())
         else:
-            self._join()
+            try:
+                self._join()
+            except InputError as error:
+                print(f"error: {socket.gethostname()} cannot join: {error}", file=sys.stderr, flush=True)
+                raise
         self.save()
 
     def _join(self) -> None:
@@ -176,7 +211,7 @@ class _Job(State):
     def take_up(self, run: Run) -> pretraining.Duties:
         """What is due besides training, and a new attempt of the record: steps after a commit may come again."""
         run.world = run.world._replace(hosts=workers.host_names())
-        run.vote = workers.Vote(unanimous=True)
+        run.vote = self._vote = _Vote()
         known = {}
         if self.duties is not None:
             known = self.duties.knn
@@ -187,6 +222,8 @@ class _Job(State):
         with workers.together():
             if run.world.rank == 0 and self.lease is None:
                 self.lease, _ = pretraining.take_lease(run.config.output_path)
+            if run.world.rank == 0:  # what was survived must not decide how the job ends
+                failures.forget(run.config.output_path)
         self.duties = pretraining.take_up(run)
         self.duties.knn.update(known)
         if run.world.rank == 0 and self.resets:
@@ -199,7 +236,8 @@ class _Job(State):
         """Commit when it is due; then a host that is going may go, since the others lose nothing."""
         if run.step % self.config.checkpoint.commit_steps == 0:
             self.save()
-            if self._told_at is not None and time.monotonic() - self._told_at > _UNTIL_ALL_HAVE_IT:
+            refused_at = self._vote.refused_at
+            if self._told_at is not None and refused_at is not None and refused_at - self._told_at > _UNTIL_ALL_HAVE_IT:
                 self._go()
             self.check_host_updates()
 
@@ -213,9 +251,25 @@ class _Job(State):
             time.sleep(0.2)
             waiting_since = None if self.at_work else waiting_since or time.monotonic()
             if waiting_since is not None and time.monotonic() - waiting_since > _UNTIL_ALL_HAVE_IT:
+                self._save_what_is_kept()
                 self._go()
 
+    def _save_what_is_kept(self) -> None:
+        """Between two groups of workers, where no vote can be held: the last commit becomes a checkpoint. If others go
+        on without this worker, they find it of no harm."""
+        if workers.last_rank() != 0:
+            return
+        run, duties = self.run, self.duties
+        if run is not None and duties is not None and duties.tracker is not None and duties.writer is not None:
+            duties.writer.join()
+            duties.writer.save(pretraining.file_content(run, self._kept, duties.tracker.run_id), milestone=False)
+            duties.writer.join()
+            pretraining.mark_ended(duties.tracker, stopping.PREEMPTED)
+        failures.leave(self.config.output_path, stopping.EXIT_CODES[stopping.PREEMPTED])
+
     def _go(self) -> None:
+        if self.duties is not None and self.duties.writer is not None:
+            self.duties.writer.join()
         os._exit(stopping.EXIT_CODES[stopping.PREEMPTED])
 
 

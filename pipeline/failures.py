@@ -20,6 +20,7 @@ DONE, ERROR, MISTAKE, STALLED = 0, 1, 2, 76
 FOLDER = "errors"
 EXIT_CODE = ".exit-code"
 _output: Path | None = None
+_step: int | None = None
 
 
 class Failure(NamedTuple):
@@ -28,12 +29,20 @@ class Failure(NamedTuple):
     host: str
     message: str
     exit_code: int
+    step: int | None  # steps done by then
+    consequence: bool  # of the loss of another worker
 
 
 def record_in(output: Path) -> None:
     """From now on a failure of this process is written below `output`."""
     global _output
     _output = output
+
+
+def reached(step: int) -> None:
+    """So many steps are done: a failure from now on comes after them."""
+    global _step
+    _step = step
 
 
 @contextmanager
@@ -44,15 +53,20 @@ def recorded(rank_now: Callable[[], int]) -> Iterator[None]:
     except Exception as error:
         mistake, rank = isinstance(error, InputError), rank_now()
         message = str(error) if mistake else " ".join("".join(traceback.format_exception_only(error)).split())[:500]
-        write(rank, message, MISTAKE if mistake else ERROR, traceback.format_exc())
+        write(rank, message, MISTAKE if mistake else ERROR, traceback.format_exc(), is_consequence(error))
         raise
 
 
-def write(rank: int, message: str, exit_code: int, stack: str) -> None:
+def is_consequence(error: BaseException) -> bool:
+    """Whether it only says that another worker is gone, as Horovod's own does."""
+    return type(error).__name__ == "HorovodInternalError"
+
+
+def write(rank: int, message: str, exit_code: int, stack: str, consequence: bool = False) -> None:
     """Note a failure of this process, if it knows where."""
     if _output is None:
         return
-    failure = Failure(time.time(), rank, socket.gethostname(), message, exit_code)
+    failure = Failure(time.time(), rank, socket.gethostname(), message, exit_code, _step, consequence)
     folder = _output / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +78,10 @@ def write(rank: int, message: str, exit_code: int, stack: str) -> None:
 
 
 def found(output: Path) -> list[Failure]:
-    """The failures of the last launch, the earliest first."""
+    """The failures of the last launch, the earliest first; those that another one caused come last."""
     values = [json.loads(file.read_text()) for file in (output / FOLDER).glob("rank*.json")]
-    return sorted(Failure(*(value[key] for key in Failure._fields)) for value in values)
+    failures = [Failure(*(value[key] for key in Failure._fields)) for value in values]
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.time))
 
 
 def leave(output: Path, code: int) -> None:
@@ -81,6 +96,6 @@ def exit_code(output: Path) -> int | None:
 
 
 def forget(output: Path) -> None:
-    """Remove what an earlier launch left of these."""
+    """Remove what an earlier launch, or an earlier group of an elastic job's workers, left of these."""
     for file in [*(output / FOLDER).glob("rank*.json"), output / EXIT_CODE]:
         file.unlink(missing_ok=True)

@@ -35,7 +35,8 @@ def kill_a_rank(bench: Bench, rng: random.Random) -> Outcome:
     since = time.monotonic()
     code, at = launch.end(), launch.last_step
     outcome = bench.recover(output, at, since, "the others end, exit 1; started again")
-    return outcome._replace(wrong=outcome.wrong + (code != 1))
+    blamed = f"error: rank {rank} was ended by SIGKILL" in launch.lines[-1][1]
+    return outcome._replace(wrong=outcome.wrong + (code != 1) + (not blamed))
 
 
 def kill_the_launcher(bench: Bench, rng: random.Random) -> Outcome:

@@ -113,7 +113,8 @@ class Bench:
 
 
 def state(output: Path) -> dict[str, Any]:
-    """What must be equal: a checksum of each tensor, every step's loss in the attempt that counts, MLflow's runs."""
+    """What must be equal: a checksum of each tensor, every step's loss in the attempt that counts; MLflow's runs with
+    every point of their loss, once."""
     newest = checkpoint.find(output, "auto")
     assert newest is not None, f"{output}: no checkpoint"
     saved = checkpoint.load(newest)
@@ -121,6 +122,8 @@ def state(output: Path) -> dict[str, Any]:
     if (output / "mlflow.db").exists():
         with sqlite3.connect(output / "mlflow.db") as database:
             runs = database.execute("select status from runs").fetchall()
+            query = "select step, value from metrics where key = 'loss' order by step"
+            runs.append(database.execute(query).fetchall())
     return {
         "step": saved["step"],
         "weights": [zlib.crc32(t.contiguous().numpy().tobytes()) for t in saved["model"].values()],

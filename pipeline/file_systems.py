@@ -1,5 +1,7 @@
 """What kind of file system a folder is on, and whether it takes what is written."""
 
+import errno
+import fcntl
 import re
 import uuid
 from pathlib import Path
@@ -26,6 +28,21 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
             best, kind = point, after.split()[0]
     # FUSE file systems say what they are behind a dot: fuse.sshfs, fuse.glusterfs
     return kind if kind in NETWORK or kind.startswith("fuse.") else None
+
+
+def lock(descriptor: int, wait: bool) -> OSError | None:
+    """Lock an open file for this process; returns why where its file system has no locks (Lustre mounted without them).
+
+    Raises:
+        BlockingIOError: another process has it, and we do not `wait`.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            raise
+        return error
+    return None
 
 
 def check_output(output: Path) -> None:

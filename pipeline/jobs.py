@@ -106,7 +106,10 @@ def work(verb: str, args: list[str]) -> int:
     alone = elastic.is_elastic()
     if alone and verb != "pretrain":
         raise InputError(f"--min-np: only workers of pretrain may come and go; start {verb} without it")
-    workers.join()
+    if alone:
+        elastic.meet()
+    else:
+        workers.join()
     world = workers.place()
     with failures.recorded(workers.last_rank):
         with nullcontext() if alone else workers.together():

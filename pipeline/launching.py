@@ -10,23 +10,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from dali.errors import InputError
 from pipeline import failures, jobs, lease
 from pipeline.config import Config, dump
 from pipeline.cores import threads_per_worker
 from pipeline.progress import bar
-from pipeline.stopping import SIGNALS
+from pipeline.stopping import EXIT_CODES, PREEMPTED, SIGNALS
 
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<(stdout|stderr)>)?:")
 # glibc gives every large tensor back to the system at once, and the next step faults its pages in again: on a CPU that
 # was 5,000 page faults a step of convnet4.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+LOST = re.compile(r"^Process (\d+) exit with status code (\d+)\.")  # horovodrun's own line
 PROGRESS = re.compile(r"^step (\d+)/(\d+)  ")
 # Only rank 0 says these. In an elastic job that may be a worker which horovodrun still calls by the rank it began with
 LEADS = re.compile(r"^step \d+/\d+  |^elastic: \d+ workers")
@@ -217,7 +219,28 @@ def worker_words(options: argparse.Namespace) -> list[str]:
 
 def launch(args: list[str]) -> int:
     """Check, start the workers, wait; returns the exit code of the worker that failed first, or 0."""
-    options = parse(args)
+    with _nothing_lost_yet():
+        return _launch(parse(args))
+
+
+@contextmanager
+def _nothing_lost_yet() -> Iterator[None]:
+    """A block in which the signals that preempt end us with the code for it: there is nothing to save before workers
+    work."""
+
+    def leave(number: int, frame: Any) -> None:
+        print(f"{signal.Signals(number).name}: ended before a worker began; nothing is lost", file=sys.stderr)
+        raise SystemExit(EXIT_CODES[PREEMPTED])
+
+    before = {number: signal.signal(number, leave) for number in SIGNALS - {signal.SIGINT}}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _launch(options: argparse.Namespace) -> int:
     config = jobs.load_for(options.verb, options.config, options.overrides)
     count = workers_wanted(options, config)
     if options.show:
@@ -242,13 +265,36 @@ def launch(args: list[str]) -> int:
     if here and count == 1:
         command = [sys.executable, "-m", "pipeline", *worker_words(options)]
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_us)
-        with _signals_passed_to(process, as_they_are=True):
-            return process.wait()
+        with _signals_passed_to(process, kill_after=config.checkpoint.stop_seconds):
+            return _ended_alone(process.wait(), output)
     if options.host_discovery_script is None:
         return run_filtered(horovodrun(options, count), environment, output)
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         options.host_discovery_script = asking_new_hosts(options, Path(folder) / "asked.json")
         return run_filtered(horovodrun(options, count), environment, output)
+
+
+def _ended_alone(code: int, output: Path) -> int:
+    """The exit code of a job of one worker, which is a process of ours; what it did not say of its end is said."""
+    if code < 0:
+        print(f"error: the worker was ended by {_signal_named(-code)}", file=sys.stderr)
+        return 128 - code
+    if code == failures.ERROR and (found := failures.found(output)):
+        print(_last_line(found[0], output), file=sys.stderr)
+    return code
+
+
+def _signal_named(number: int) -> str:
+    name = signal.Signals(number).name
+    return f"{name} (out of memory?)" if number == signal.SIGKILL else name
+
+
+def _last_line(failure: failures.Failure, output: Path) -> str:
+    after = "" if failure.step is None else f" after step {failure.step}"
+    return (
+        f"error: rank {failure.rank} on {failure.host}{after}: {failure.message} "
+        f"(traceback in {output / failures.FOLDER / f'rank{failure.rank}.json'})"
+    )
 
 
 def _described(options: argparse.Namespace, config: Config, count: int, here: bool) -> str:
@@ -274,26 +320,30 @@ def environment_of_job(config: Config) -> dict[str, str]:
 
 def run_filtered(command: list[str], environment: dict[str, str], output: Path) -> int:
     """Run horovodrun for a run in `output`; returns the code of the worker that failed first, and shows why it did."""
-    code, own_words, interrupted = _run(command, environment)
-    if code == 0:
+    ended = _run(command, environment)
+    if ended.code == 0:
         return 0
     found, in_order = failures.found(output), failures.exit_code(output)
-    if not found and in_order is not None:
-        return 130 if interrupted else in_order
+    if in_order is not None and (not found or found[0].consequence):
+        return 130 if ended.interrupted else in_order
+    if not found and ended.signalled and not ended.spoke:
+        return 130 if ended.interrupted else EXIT_CODES[PREEMPTED]
+    # The first that ended; later ones were ended by horovodrun
+    lost = next((match for line in ended.own_words if (match := LOST.match(line))), None)
+    if lost is not None and int(lost[2]) > 128 and (not found or found[0].consequence):
+        said = f"; what the others then saw is in {output / failures.FOLDER}" if found else ""
+        print(f"error: rank {lost[1]} was ended by {_signal_named(int(lost[2]) - 128)}{said}", file=sys.stderr)
+        return 1
     if not found:
-        sys.stderr.writelines(own_words[-40:])
-        print(f"error: horovodrun ended with {code} before a worker could say why", file=sys.stderr)
+        sys.stderr.writelines(ended.own_words[-40:])
+        print(f"error: horovodrun ended with {ended.code} before a worker could say why", file=sys.stderr)
         return 1
     failure = found[0]
     if failure.exit_code == failures.MISTAKE:
         if not any(other.rank == 0 for other in found):  # rank 0 says it itself
             print(f"error: {failure.message}", file=sys.stderr)
     else:
-        print(
-            f"error: rank {failure.rank} on {failure.host}: {failure.message} "
-            f"(traceback in {output / failures.FOLDER / f'rank{failure.rank}.json'})",
-            file=sys.stderr,
-        )
+        print(_last_line(failure, output), file=sys.stderr)
     return failure.exit_code
 
 
@@ -303,10 +353,10 @@ def run_again_with_workers(count: int, words: list[str], environment: dict[str, 
     """
     program = [sys.executable, "-m", "pipeline", *words]
     ours = {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    code, own_words, _ = _run([*starter(count), *program], KEEP_MEMORY | os.environ | environment | ours)
-    if code != 0:
-        sys.stderr.writelines(own_words[-5:])
-    return min(code, 1)
+    ended = _run([*starter(count), *program], KEEP_MEMORY | os.environ | environment | ours)
+    if ended.code != 0:
+        sys.stderr.writelines(ended.own_words[-5:])
+    return min(ended.code, 1)
 
 
 def _end_with_us() -> None:
@@ -314,11 +364,19 @@ def _end_with_us() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str], bool]:
-    """Show rank 0's lines bare and other ranks' with their number.
+class _Ended(NamedTuple):
+    """How horovodrun ended: its code, its own lines, whether a worker said anything, and whether a signal or Ctrl-C
+    came to us."""
 
-    Returns horovodrun's code, its own lines, and whether Ctrl-C came.
-    """
+    code: int
+    own_words: list[str]
+    spoke: bool
+    signalled: bool
+    interrupted: bool
+
+
+def _run(command: list[str], environment: dict[str, str]) -> _Ended:
+    """Show rank 0's lines bare and other ranks' with their number."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -330,7 +388,7 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str
         preexec_fn=_end_with_us,
     )
     assert process.stdout is not None
-    own_words, leader = [], "0"
+    own_words, leader, spoke = [], "0", False
     with process.stdout, _signals_passed_to(process) as seen:
         for line in process.stdout:
             match = PREFIX.match(line)
@@ -339,31 +397,41 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str
                 if line.startswith("hosts: "):  # of reachable_hosts
                     show("0", line.rstrip("\n"), sys.stderr)
             else:
+                spoke = True
                 text = line[match.end() :].rstrip("\n")
                 if LEADS.match(text):
                     leader = match[1]
                 shown_as = "0" if match[1] == leader else match[1]
                 show(shown_as, text, sys.stdout if match[2] != "stderr" else sys.stderr)
-        return process.wait(), own_words, signal.SIGINT in seen
+        return _Ended(process.wait(), own_words, spoke, bool(seen), signal.SIGINT in seen)
 
 
 @contextmanager
-def _signals_passed_to(process: subprocess.Popen[Any], as_they_are: bool = False) -> Iterator[list[int]]:
+def _signals_passed_to(process: subprocess.Popen[Any], kill_after: float | None = None) -> Iterator[list[int]]:
     """A block in which signals to us go to `process`; yields the list of those that came.
 
     horovodrun passes SIGTERM to its workers, and ends at once by any other; a second signal of ours kills it, at which
-    its workers' guardians send them SIGTERM again.
+    its workers' guardians send them SIGTERM again. A worker, told by `kill_after`, gets signals as they are, and has so
+    many seconds to end.
     """
     seen: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
         seen.append(number)
-        process.send_signal(number if as_they_are else signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
+        if kill_after is None:
+            process.send_signal(signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
+            return
+        process.send_signal(number)
+        if len(seen) == 1:
+            late.start()
+
+    late = threading.Timer(kill_after or 0.0, process.kill)
 
     before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         yield seen
     finally:
+        late.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -4,7 +4,6 @@ The heartbeat is the file's time of change: it needs no room on a full disk, and
 server's clock, so that hosts whose clocks differ agree. An owner on this machine needs none: its process is looked up.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dali.errors import InputError
+from pipeline.file_systems import lock
 
 FILE = ".lease"
 JOB = "PRETRAIN_JOB"  # the launcher names the job in the environment, for all its workers
@@ -191,12 +191,11 @@ def _now_there(output: Path) -> float:
 @contextmanager
 def _one_at_a_time(output: Path) -> Iterator[None]:
     with open(output / f"{FILE}.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
+        missing = lock(file.fileno(), wait=True)
+        if missing is not None:
             print(
-                f"warning: {output} has no file locks ({error.strerror}): two jobs that start here in the same second "
-                "are not kept apart",
+                f"warning: {output} has no file locks ({missing.strerror}): two jobs that start here in the same "
+                "second are not kept apart",
                 flush=True,
             )
         yield

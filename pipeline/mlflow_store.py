@@ -4,7 +4,6 @@ The only module that imports mlflow, and in training only in the sender's thread
 store 7 s.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ import numpy as np
 from PIL import Image
 
 from dali.errors import InputError
+from pipeline import file_systems
 from pipeline.journal import Record, read
 from pipeline.sender import FileRefused, Point, Refused, without_password
 
@@ -379,7 +379,7 @@ def _only_one_creates(uri: str) -> Iterator[None]:
     database = Path(uri.removeprefix("sqlite:///"))
     database.parent.mkdir(parents=True, exist_ok=True)
     with open(database.with_name(f"{database.name}.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        file_systems.lock(file.fileno(), wait=True)  # without locks, two at once are not kept apart
         if not database.exists():
             _create(database)
         yield

@@ -96,6 +96,7 @@ def take_lease(output: Path) -> tuple[lease.Lease, bool]:
         InputError: another job owns the folder.
     """
     held = lease.Lease.take(output)
+    failures.forget(output)
     return held, held.is_new and tracking.mark_killed(output, "killed, or its machine went away")
 
 
@@ -296,15 +297,8 @@ class Duties:
         if self.tracker is None or self.writer is None:
             return
         every = run.plan.milestone_steps
-        state = {
-            "step": run.step,
-            **weights,
-            "scaler": run.scaler.state_dict(),
-            "config": run.config.model_dump(mode="json"),
-            "run_id": self.tracker.run_id,
-            "bad_files": {str(index): reason for index, reason in run.bad_files.items()},
-            "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
-        }
+        kept = {"step": run.step, **weights, "scaler": run.scaler.state_dict(), "bad_files": run.bad_files}
+        state = file_content(run, kept, self.tracker.run_id)
         milestone = every is not None and run.step % every == 0
         self.writer.save(state, milestone, first=self.tracker.sync)
         self.tracker.log(run.step, {"checkpoint_stall_seconds": time.perf_counter() - began})
@@ -403,6 +397,17 @@ def go_on(
     return verdict
 
 
+def file_content(run: Run, kept: dict[str, Any], run_id: str) -> dict[str, Any]:
+    """What a checkpoint's file holds: `kept` has step, model, optimizer, scaler and bad_files."""
+    return {
+        **kept,
+        "bad_files": {str(index): reason for index, reason in kept["bad_files"].items()},
+        "config": run.config.model_dump(mode="json"),
+        "run_id": run_id,
+        "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
+    }
+
+
 def whole_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
     """What a checkpoint holds of model and optimizer, once all workers are known to hold the same finite state.
 
@@ -455,10 +460,15 @@ def mark_ended(tracker: Tracker, verdict: int) -> None:
 
 def mark_failed(tracker: Tracker | None, config: Config, error: BaseException) -> None:
     """Say in the run's record what ended it: the earliest failure of any worker, as far as it is known."""
-    if tracker is not None:
-        causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
-        message, rank = (causes[0].message, causes[0].rank) if causes else (repr(error), 0)
-        tracker.end("FAILED", message, rank=rank)
+    if tracker is None:
+        return
+    causes = failures.found(config.output_path)  # of other ranks; ours is only now on its way out
+    if causes and not causes[0].consequence:
+        tracker.end("FAILED", causes[0].message, rank=causes[0].rank)
+    elif failures.is_consequence(error):  # a worker that was killed says nothing: which one, only the launcher hears
+        tracker.end("FAILED", f"another worker was lost, without a word: {error!r}")
+    else:
+        tracker.end("FAILED", repr(error), rank=0)
 
 
 def open_test(config: Config, source: Source) -> Source | None:

@@ -1,6 +1,5 @@
 """Sends the journal to a tracking store from a thread of its own: in order, each point once, however often it fails."""
 
-import fcntl
 import itertools
 import json
 import logging
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from pipeline import file_systems
 from pipeline.journal import Record, read
 
 _log = logging.getLogger(__name__)
@@ -214,10 +214,16 @@ class Sender:
         if self._lock is None:
             lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                missing = file_systems.lock(lock, wait=False)
+            except BlockingIOError:
                 os.close(lock)
                 raise RuntimeError("another process is sending this journal") from None
+            if missing is not None:
+                _log.warning(
+                    "tracking: %s has no file locks (%s): do not start sync-tracking while the job runs",
+                    self._lock_path.parent,
+                    missing.strerror,
+                )
             self._lock = lock
 
     def _send_metrics(self, store: Store, attempt: int) -> int:

@@ -156,7 +156,7 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _variance(invstd: Tensor) -> Tensor:
-    """The variance of which torch's CUDA kernel made `invstd` with eps 0; of a variance of 0 it makes 0, not infinity."""
+    """The variance that torch's CUDA kernel turned into `invstd` with eps 0: of 0 it makes 0, not infinity."""
     return torch.where(invstd > 0, invstd.square().reciprocal(), 0.0)
 
 

@@ -57,18 +57,21 @@ class Watchdog:
         where = f"waiting for the other workers ({self.waiting})" if self.waiting else f"phase {self.phase}"
         message = f"no progress for {seconds:.0f} s after step {self.step}: {where}"
         stacks = _stacks()
-        failures.write(self.rank, message, failures.STALLED, stacks)
         print(
             f"stacks of rank {self.rank} on {socket.gethostname()}, which made {message}\n{stacks}"
             f"error: rank {self.rank} on {socket.gethostname()}: {message}",
             file=sys.stderr,
             flush=True,
         )
-        if self.last_words is not None:  # they may hang for the same reason
-            speaker = threading.Thread(target=self.last_words, args=(message,), daemon=True)
-            speaker.start()
-            speaker.join(LAST_WORDS_SECONDS)
+        speaker = threading.Thread(target=self._speak, args=(message, stacks), daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_SECONDS)  # files and servers may hang for the same reason
         os._exit(failures.STALLED)
+
+    def _speak(self, message: str, stacks: str) -> None:
+        failures.write(self.rank, message, failures.STALLED, stacks)
+        if self.last_words is not None:
+            self.last_words(message)
 
 
 _dog: Watchdog | None = None
@@ -120,6 +123,7 @@ def phase(name: str) -> Iterator[None]:
 
 def stepped(step: int) -> None:
     """A step is completed, hence by all workers: no allowance is needed any more."""
+    failures.reached(step)
     if _dog is not None:
         _dog.step, _dog.allowance, _dog.since = step, 0.0, time.monotonic()
 

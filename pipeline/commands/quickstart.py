@@ -37,7 +37,7 @@ def run(args: list[str]) -> int:
 def _next_output(parent: Path) -> Path:
     """outputs/quickstart, or with a number if that one is complete; an interrupted one is continued."""
     number = 1
-    while (parent / _name(number) / "summary.json").exists():
+    while (summary := parent / _name(number) / "summary.json").exists() and json.loads(summary.read_text())["finished"]:
         number += 1
     return parent / _name(number)
 

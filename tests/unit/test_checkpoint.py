@@ -157,7 +157,7 @@ def test_a_damaged_newest_is_passed_over(tmp_path, damage, capfd):
 
 
 def test_after_a_rewind_the_new_branch_is_the_one_that_goes_on(tmp_path):
-    """What is given up is set aside, each time in a folder of its own; what is kept are the newest of the new branch."""
+    """What is given up is set aside, each time in a folder of its own; the newest of the new branch are kept."""
     for step in (10, 20, 30):
         checkpoint.save(tmp_path, state(step, step), keep=3, milestone=step == 10)
     checkpoint.path_of(tmp_path, 10).unlink()  # only the milestone is left of it

@@ -48,8 +48,21 @@ def test_a_stall_ends_with_76_and_says_where(tmp_path):
     assert out.startswith("last words: no progress for") and "a_function_that_sleeps" in errors
     assert errors.splitlines()[-1].startswith("error: rank 1 on ") and message in errors.splitlines()[-1]
     found = json.loads((tmp_path / "errors" / "rank1.json").read_text())
-    assert (found["rank"], found["exit_code"], found["message"]) == (1, 76, message)
+    assert (found["rank"], found["exit_code"], found["message"], found["step"]) == (1, 76, message, 3)
     assert "a_function_that_sleeps" in found["traceback"] and found["host"]
+
+
+def test_a_folder_that_hangs_does_not_keep_it(tmp_path):
+    """The disk may be what the process stalls on."""
+    code, seconds, _, errors = finish(
+        """
+    watchdog.LAST_WORDS_SECONDS = 0.5
+    failures.write = lambda *words: time.sleep(60)
+    a_function_that_sleeps(60)
+    """,
+        tmp_path,
+    )
+    assert code == 76 and seconds < 20 and "a_function_that_sleeps" in errors
 
 
 def test_last_words_that_hang_do_not_keep_it(tmp_path):
