@@ -397,7 +397,7 @@ def go_on(
     return verdict
 
 
-def file_content(run: Run, kept: dict[str, Any], run_id: str) -> dict[str, Any]:
+def file_content(run: Run, kept: dict[str, Any], run_id: str | None) -> dict[str, Any]:
     """What a checkpoint's file holds: `kept` has step, model, optimizer, scaler and bad_files."""
     return {
         **kept,

@@ -136,9 +136,9 @@ class Resumable(Protocol):
 def restore(run: Resumable, state: dict[str, Any]) -> None:
     """Put the content of a checkpoint into a run that was built anew."""
     run.model.load_state_dict(state["model"])
-    # Rates, decay and momentum are the config's: a checkpoint that brought its own would undo an allowed change
+    # Base rates, decay and momentum are the config's: a checkpoint that brought its own would undo an allowed change
     groups = zip(run.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"], strict=True)
-    groups_now = [{**now, "params": before["params"]} for now, before in groups]
+    groups_now = [{**now, "params": before["params"], "lr": before["lr"]} for now, before in groups]
     run.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups_now})
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])

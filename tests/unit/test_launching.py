@@ -65,7 +65,7 @@ def test_workers_that_left_in_order_decide_the_code(tmp_path, fails):
     assert ended(LOST, tmp_path) == 75
 
 
-@pytest.mark.parametrize(("code", "expected", "said"), [(-9, 137, "SIGKILL (out of"), (-15, 143, "SIGTERM"), (75, 75, "")])
+@pytest.mark.parametrize(("code", "expected", "said"), [(-9, 137, "SIGKILL (out"), (-15, 143, "SIGTERM"), (75, 75, "")])
 def test_the_end_of_a_job_of_one_worker_is_said(tmp_path, capfd, code, expected, said):
     assert launching._ended_alone(code, tmp_path) == expected
     assert said in capfd.readouterr().err
