@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dali.errors import InputError
 from dali.loader import TwoViewLoader
 from dali.order import Shard, some_of
 from dali.sources import Source
@@ -48,13 +49,21 @@ def choose_images(num_images: int, wanted: int | None, seed: int) -> NDArray[np.
 def embed(
     backbone: nn.Module, source: Source, config: Config, compute: Compute, indices: NDArray[np.int64]
 ) -> Embeddings:
-    """The images of `indices` through the backbone, as evaluation sees them, in order."""
+    """The images of `indices` through the backbone, as evaluation sees them, in order; without those that cannot be
+    read, where `data.on_bad_file` leaves them out."""
     rows: list[NDArray[np.float32]] = []
+    read: list[NDArray[np.int64]] = []
     count = Counter("embedded", len(indices))
     with loading.evaluation_loader(source, config, ALONE, *compute, indices, dtype=torch.float32) as loader:
         for batch in loader:
             rows.append(backbone(batch.images).float().cpu().numpy())
+            read.append(batch.indices)
             count.add(len(batch.indices))
+    if not rows:
+        raise InputError("data.path: none of the images can be read; run ./run.sh check-data")
+    if sum(map(len, read)) < len(indices):
+        print(f"warning: {len(indices) - sum(map(len, read))} images cannot be read and are left out", flush=True)
+    indices = np.concatenate(read)
     labels = None if source.labels is None else source.labels[indices]
     names = [source.name(int(index)) for index in indices]
     return Embeddings(np.concatenate(rows), labels, indices, names, source.classes)
@@ -100,6 +109,11 @@ WRITERS: dict[str, Callable[[Embeddings, Path, dict[str, str]], None]] = {"parqu
 
 
 # --- Map and neighbours ---------------------------------------------------------------------------------------------
+
+
+def has_spread(x: NDArray[np.float32]) -> bool:
+    """Whether a map of embeddings (N, F) can be drawn: they are finite, and differ beyond rounding."""
+    return bool(np.isfinite(x).all() and (x.std(0) > 1e-6 * np.abs(x).max()).any())
 
 
 def map_points(x: NDArray[np.float32], method: str, seed: int) -> NDArray[np.float32]:
@@ -156,11 +170,13 @@ def embed_views(
         global_batch=batch,
         shard=ALONE,
         stop_step=num_images // batch,
+        report_bad=source.on_bad == "skip",
         **(loading.settings(config, *compute) | {"dtype": torch.float32}),
     ) as loader:
         for views in loader:
-            rows1.append(model(views.y1).float())
-            rows2.append(model(views.y2).float())
+            good = [row for row in range(batch) if row not in loader.bad]
+            rows1.append(model(views.y1[good]).float())
+            rows2.append(model(views.y2[good]).float())
             count.add(batch)
     return torch.cat(rows1), torch.cat(rows2)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from dali.errors import InputError
 from dali.order import epoch_order, steps_per_epoch
 from dali.subset import stratified
 from pipeline import workers
@@ -82,12 +83,17 @@ def fit_and_judge(
         assert len(apart), "one label per class leaves none to choose a rate by"
         heads = fit(rows, rest, rates, num_classes, section, seed, say)
         accuracy = _accuracy(heads, rows, apart)
-        chosen = int(np.nanargmax([-1.0 if np.isnan(value) else value for value in accuracy]))
+        chosen = int(np.argmax([-1.0 if np.isnan(value) else value for value in accuracy]))
         say(
             "held-out part of train: "
             + ", ".join(f"{rate:g} {value:.2f} %" for rate, value in zip(rates, accuracy, strict=True))
         )
     (head,) = fit(rows, np.arange(len(labels)), rates[chosen : chosen + 1], num_classes, section, seed, say)
+    if not bool(head.isfinite().all()):  # on all workers alike: gradients are summed
+        raise InputError(
+            f"probe.cached_rates: the classifier is not finite with the rate {rates[chosen]:g}, "
+            "which was the best; write lower ones, or check the weights"
+        )
     # (x − mean) / deviation · w + b as one layer on x
     weight = (head[:-1] / deviation[:, None]).T
     bias = head[-1] - weight @ mean

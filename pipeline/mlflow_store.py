@@ -215,13 +215,15 @@ def register_model(folder: Path, name: str, uri: str, output: Path, experiment: 
         if run_id is None or not _is_live(client, run_id):
             run_id = client.create_run(experiment_id, run_name=f"export of {name}").info.run_id
             client.set_terminated(run_id)
-        client.log_artifacts(run_id, str(folder), folder.name)
+        # A place of its own: stores refer to the files, and an earlier version must keep its own
+        place = f"{folder.name}-{uuid.uuid4().hex[:8]}"
+        client.log_artifacts(run_id, str(folder), place)
         try:
             client.create_registered_model(name)
         except Exception as error:
             if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
                 raise
-        source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
+        source = f"{client.get_run(run_id).info.artifact_uri}/{place}"
         return int(client.create_model_version(name, source, run_id).version)
     except Exception as error:  # each store has its own
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]

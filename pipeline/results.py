@@ -160,8 +160,13 @@ def _title(run: RecordedRun) -> str:
     labels = run.params.get(f"{run.tags['verb']}.labels", "100%")
     if labels == "100%":
         return TITLES[_kind(run)]
-    of = labels if labels.endswith("%") else f"{labels} a class" if labels.isdigit() else Path(labels).name
+    of = labels if labels.endswith("%") else f"{labels} a class" if labels.isdigit() else _list_named(labels, run)
     return f"{TITLES[_kind(run)]}, {of}"
+
+
+def _list_named(file: str, run: RecordedRun) -> str:
+    """A list of labels, by its digest too: each subset is written under the same name."""
+    return f"{Path(file).name} {run.tags.get('data_digest', '')[:8]}"
 
 
 def _settings(run: RecordedRun) -> dict[str, str]:

@@ -30,7 +30,7 @@ class Trained(NamedTuple):
     Attributes:
         weights: the file, or `none`.
         report: of the file's tensors; None for random weights.
-        training: None unless the weights are a checkpoint of ours.
+        training: None unless the weights are a checkpoint of a pretraining of ours.
         has_projector: whether the projector is trained too, or random.
         folder: of the run, for what is made of it.
     """
@@ -70,6 +70,8 @@ def open_trained(where: str, overrides: list[str]) -> Trained:
     report = load_named(model.backbone, weights)
     assert weights is not None
     state = None if weights == RANDOM else _checkpoint(weights)
+    if state is not None and not any(key.startswith("projector.") for key in state["model"]):
+        state = None  # of `probe` or `finetune`: a backbone, and not a pretraining's history
     has_projector = state is not None and _load_projector(model, state, weights)
     training = None if state is None else _training(state, Path(weights))
     return Trained(model.eval(), config, weights, report, training, has_projector, folder)

@@ -76,7 +76,7 @@ def load_backbone_weights(backbone: Backbone, path: str | Path) -> Report:
 
     Raises:
         InputError: the file is unreadable or holds nothing of this backbone, or a tensor of the backbone is missing,
-            has another shape, or is there without a place in this backbone.
+            has another shape, is not finite, or is there without a place in this backbone.
     """
     state = _find_state(weight_files.read(path), path)
     wanted = backbone.state_dict()
@@ -102,6 +102,11 @@ def load_backbone_weights(backbone: Backbone, path: str | Path) -> Report:
         ],
         num_matched=len(found),
     )
+    spoilt = [key for key, tensor in found.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if spoilt:
+        raise InputError(
+            f"{path}: {len(spoilt)} tensors hold values that are not finite: {spoilt[0]}; take other weights"
+        )
     backbone.load_state_dict(found, strict=False)
     return Report(str(path), prefix, len(found), missing, heads, others, summed)
 

@@ -65,8 +65,6 @@ def run(args: list[str]) -> int:
         "seed": str(config.seed),
     }
     embeddings.WRITERS[options.format](found, folder / f"embeddings_{split}.{options.format}", about)
-    draw_maps(found, folder, options.map_images, config.seed)
-    draw_neighbours(found, source, config, compute, folder, options.queries)
     network, name = (model, "z, the projector's") if trained.has_projector else (model.backbone, "features of views")
     num_views = min(len(source), max(config.train.global_batch, config.knn.batch))
     z1, z2 = embeddings.embed_views(network, source, config, compute, num_views)
@@ -74,6 +72,8 @@ def run(args: list[str]) -> int:
     draw_collapse(report, folder)
     note = {"of": name, "images": len(z1), **report.figures}
     (folder / "diagnostics.json").write_text(json.dumps(note, indent=2) + "\n")
+    draw_neighbours(found, source, config, compute, folder, options.queries)
+    draw_maps(found, folder, options.map_images, config.seed)
     print(summary(found, report.figures, name, folder))
     return 0
 
@@ -81,6 +81,9 @@ def run(args: list[str]) -> int:
 def draw_maps(found: Embeddings, folder: Path, most: int, seed: int) -> None:
     chosen = embeddings.choose_images(len(found.x), most, seed)
     labels = None if found.labels is None else found.labels[chosen]
+    if not embeddings.has_spread(found.x[chosen]):
+        print("map: left out: the embeddings are all alike, or not finite", flush=True)
+        return
     for method in MAPS:
         print(f"map: {method} of {len(chosen):,} images", flush=True)
         points = embeddings.map_points(found.x[chosen], method, seed)

@@ -21,7 +21,7 @@ from dali.errors import InputError
 from dali.loader import EvalLoader
 from dali.order import Shard
 from dali.sources import FolderSource
-from pipeline import export
+from pipeline import export, mlflow_store
 from pipeline.commands import export as command
 from pipeline.config import load
 from pipeline.model import build_backbone
@@ -312,6 +312,25 @@ def test_the_model_is_registered_in_its_store(exported, tmp_path):
     client = mlflow.MlflowClient(uri)
     runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert {run.info.status for run in runs} == {"FINISHED"} and len(runs) == 2
+
+
+def test_an_earlier_version_keeps_its_own_weights(exported, tmp_path):
+    """Both are of one run, which has gone on in between."""
+    import mlflow
+
+    one, other = exported("convnet4", 1), exported("convnet4", 3)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run_id = None
+    for version, case in ((1, one), (2, other)):
+        given = [str(ROOT / "configs/base.yaml"), *case.words, f"output={tmp_path}"]
+        assert command.run([*given, "--format", "mlflow", "--to", str(tmp_path / "export")]) == 0
+        folder = tmp_path / "export" / "mlflow_model"
+        assert mlflow_store.register_model(folder, "tiny", uri, tmp_path, "barlow-twins", run_id) == version
+        run_id = mlflow.MlflowClient(uri).get_model_version("tiny", "1").run_id
+    for version, case in ((1, one), (2, other)):
+        with tracking_at(uri):
+            model = mlflow.pyfunc.load_model(f"models:/tiny/{version}")
+            case.check(lambda images, model=model: model.predict(images.numpy()))
 
 
 @contextlib.contextmanager

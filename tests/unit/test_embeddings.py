@@ -5,8 +5,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from images import crops
+from PIL import Image
 from torch import nn
 
+from dali.folders import FolderSource
 from dali.sources import ArraySource
 from pipeline import embeddings
 from pipeline.config import load
@@ -45,6 +47,34 @@ def test_each_row_is_of_the_image_that_its_name_says(source, config):
     assert some.names == ["crop[7]", "crop[1]", "crop[4]"] and some.labels.tolist() == [0, 0, 0]
     images = embeddings.load_images(source, config, CPU, np.array([7, 7, 1]))
     np.testing.assert_allclose(Mean()(torch.from_numpy(images)), every.x[[7, 7, 1]], rtol=1e-6)
+
+
+def test_a_bad_file_takes_no_other_s_name(tmp_path, config, capfd):
+    """Left out, and said; views of it, too."""
+    for number in range(8):
+        (tmp_path / str(number % 2)).mkdir(exist_ok=True)
+        Image.fromarray(crops(8)[number]).save(tmp_path / str(number % 2) / f"{number}.png")
+    whole = embeddings.embed(Mean(), FolderSource(tmp_path), config, CPU, np.arange(8))
+    bad = tmp_path / "0" / "4.png"
+    bad.write_bytes(bad.read_bytes()[:50])
+    source = FolderSource(tmp_path)
+    source.on_bad = "skip"
+    found = embeddings.embed(Mean(), source, config, CPU, np.arange(8))
+    assert "1 images cannot be read and are left out" in capfd.readouterr().out
+    left = [row for row, name in enumerate(whole.names) if name != "0/4.png"]
+    assert found.names == [whole.names[row] for row in left] and len(found.names) == 7
+    assert found.labels.tolist() == whole.labels[left].tolist() and found.indices.tolist() == left
+    np.testing.assert_allclose(found.x, whole.x[left], rtol=1e-6)
+    z1, z2 = embeddings.embed_views(Mean(), source, config, CPU, 8)
+    assert len(z1) == len(z2) == 7
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, np.nan, np.inf])
+def test_no_map_is_drawn_of_embeddings_without_spread(value):
+    """t-SNE would look for a difference for ever."""
+    x = np.full((20, 4), value, np.float32)
+    assert not embeddings.has_spread(x)
+    assert embeddings.has_spread(np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32))
 
 
 def test_chosen_images_follow_from_the_seed():

@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,6 +114,19 @@ def test_recipes_that_differ_have_columns_of_their_own(page):
     assert page.columns == ["kNN", *cached, "fine-tuned, 1%"]
     judged = row(page, "small (loss.lambd=0.0051)", seed="0").judged
     assert [judged[title] for title in cached] == [{"0": 85.0}, {"0": 86.0}]
+
+
+def test_lists_of_labels_are_told_apart_by_what_is_in_them():
+    """Each subset is written as labels.txt."""
+
+    def title(file, digest):
+        tags = {"verb": "finetune", "data_digest": digest}
+        params = {"finetune.labels": file}
+        return results._title(SimpleNamespace(tags=tags, params=params))
+
+    assert title("a/labels.txt", "aaaa1111bb") == "fine-tuned, labels.txt aaaa1111"
+    assert title("a/labels.txt", "aaaa1111bb") == title("elsewhere/labels.txt", "aaaa1111bb")
+    assert title("b/labels.txt", "cccc2222dd") != title("a/labels.txt", "aaaa1111bb")
 
 
 def test_what_is_left_out_is_said(page):

@@ -76,6 +76,18 @@ def test_other_weights_have_no_history_and_no_projector(run, tmp_path):
     assert value(trained) == float(next(model.backbone.parameters()).detach().flatten()[0])
 
 
+def test_a_classifier_s_checkpoint_gives_its_backbone_and_no_pretraining_s_history(run, tmp_path):
+    """Of `probe` and `finetune`: a head, and no projector."""
+    path = make(tmp_path / "tuned", 6, 0.75)
+    state = checkpoint.load(path)
+    state["model"] = {key: t for key, t in state["model"].items() if not key.startswith("projector.")}
+    state["model"] |= {"head.weight": torch.zeros(3, 256), "head.bias": torch.zeros(3)}
+    checkpoint.save(tmp_path / "tuned", state, keep=9, milestone=False)
+    for where, more in ((tmp_path / "tuned", []), (run, [f"model.weights={path}"])):
+        trained = open_trained(str(where), more)
+        assert value(trained) == 0.75 and trained.training is None and not trained.has_projector
+
+
 def test_random_weights_come_by_name_and_follow_the_seed(run):
     trained, other = (open_trained(str(run), ["model.weights=none", f"seed={seed}"]) for seed in (5, 6))
     assert trained.report is None and trained.training is None and not trained.has_projector

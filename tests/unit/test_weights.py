@@ -117,6 +117,19 @@ def test_numbered_children_are_read_though_names_in_blocks_are_the_root_s(name, 
     assert all(torch.equal(tensor, source[key]) for key, tensor in second.state_dict().items())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_by_name(value, source, tmp_path):
+    spoilt = {key: tensor.clone() for key, tensor in source.items()}
+    key = next(reversed([key for key, tensor in spoilt.items() if tensor.is_floating_point()]))
+    spoilt[key].view(-1)[-1] = value
+    torch.save(spoilt, tmp_path / "weights.pth")
+    backbone = fresh(2, "convnet4")
+    before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
+    with pytest.raises(InputError, match=f"1 tensors hold values that are not finite: {key}"):
+        load_backbone_weights(backbone, tmp_path / "weights.pth")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backbone.state_dict().items())
+
+
 def test_safetensors_are_read_under_any_prefix(source, tmp_path):
     save_file(under("backbone.", source) | HEAD, tmp_path / "weights.safetensors")
     backbone = fresh(2, "convnet4")

@@ -337,6 +337,10 @@ def test_a_rate_that_diverges_is_not_chosen(world):
     section = jobs.load_for("probe", None, ["probe.cached_rates=[1e38, 0.1]", "probe.batch=30", "probe.epochs=5"]).probe
     outcome = linear_heads.fit_and_judge(part, part, 90, 3, section, 0, world, CPU)
     assert outcome.rate == 0.1 and np.isnan(outcome.held_out[1e38]) and outcome.scores.top1 > 80
+    for rates in ((1e38,), (1e38, 3e38)):
+        only = section.model_copy(update={"cached_rates": rates})
+        with pytest.raises(InputError, match="classifier is not finite with the rate 1e"):
+            linear_heads.fit_and_judge(part, part, 90, 3, only, 0, world, CPU)
 
 
 def test_the_cached_command_leaves_a_classifier(world, settings):
