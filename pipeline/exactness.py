@@ -5,6 +5,7 @@ compared in memory with the first worker alone. Runs that go on freely are compa
 samples are permuted within each batch, which shows what rounding alone does to such a run.
 """
 
+import math
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -197,7 +198,7 @@ class _Comparison:
                 if expected is None or whole is None:
                     continue
                 for name in worst[key]:
-                    worst[key][name] = max(worst[key][name], _difference(found[name], expected[name]))
+                    worst[key][name] = _larger(worst[key][name], _difference(found[name], expected[name]))
                 same[key][0] &= torch.equal(prints[:, 0], _prints(whole)[:, 0])
                 same[key][1] &= torch.equal(prints[:, 1:], _prints(whole)[:, 1:])
             self._say("from the same state", step + 1)
@@ -263,6 +264,11 @@ class _Comparison:
                 kept = all(found[key] <= max(CONTROL_FACTOR * control[key], rounding) for key in found)
                 rows.append(row._replace(bound=f"{CONTROL_FACTOR} x control", kept=kept))
         return rows
+
+
+def _larger(worst: float, found: float) -> float:
+    """Python's own `max` passes over NaN; no difference is worse."""
+    return math.inf if math.isnan(found) else max(worst, found)
 
 
 class Curve(NamedTuple):

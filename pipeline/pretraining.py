@@ -244,8 +244,15 @@ def resume(run: Run) -> None:
         InputError: as `resuming.find_state`.
     """
     state = find_state(run.config, run.world.rank, shaping(run.config), run.source.digest, run.plan.stop_step)
-    if state is not None:
-        restore(run, state)
+    if state is None:
+        return
+    restore(run, state)
+    if run.config.precision.autocast == "auto" and run.config.precision.dtype != "float64":
+        # Decided once, where the run began: on another kind of machine it would be another run
+        begun = state["facts"].get("autocast", str(run.autocast))
+        if begun != str(run.autocast) and run.world.rank == 0:
+            print(f"autocast: {begun}, as this run began; alone, auto would be {run.autocast} here", flush=True)
+        run.autocast = {"torch.bfloat16": torch.bfloat16, "None": None}[begun]
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -404,7 +411,12 @@ def file_content(run: Run, kept: dict[str, Any], run_id: str | None) -> dict[str
         "bad_files": {str(index): reason for index, reason in kept["bad_files"].items()},
         "config": run.config.model_dump(mode="json"),
         "run_id": run_id,
-        "facts": {"digest": run.source.digest, "shaping": shaping(run.config), "num_samples": len(run.source)},
+        "facts": {
+            "digest": run.source.digest,
+            "shaping": shaping(run.config),
+            "num_samples": len(run.source),
+            "autocast": str(run.autocast),
+        },
     }
 
 

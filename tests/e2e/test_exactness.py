@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 from pipeline import exactness
 
@@ -31,8 +32,16 @@ def test_nothing_is_computed_in_less_than_is_said(tmp_path):
 
 def test_a_row_beyond_its_bound_is_not_kept():
     """The bound is on every measure, and on samples and views."""
-    row = exactness.Row(
-        "same state", "float64", "lars", "allreduce", 2, 20, True, True, 1e-13, 1e-13, 1e-9, "", kept=False
-    )
-    assert "EXCEEDED" in exactness.table([row])
+    made = SimpleNamespace(precision=SimpleNamespace(dtype="float64"), optimizer=SimpleNamespace(name="lars"))
+
+    def row(same=(True, True), **found):
+        worst = dict.fromkeys(("loss", "statistics", "gradient"), 1e-13) | found
+        comparison = SimpleNamespace(made=made)
+        return exactness._Comparison._row(comparison, "same state", "allreduce", 2, 20, worst, list(same), "")
+
+    assert row().kept and "EXCEEDED" not in exactness.table([row()])
+    beyond = [row(loss=2e-12), row(statistics=2e-12), row(gradient=2e-10), row((False, True)), row((True, False))]
+    beyond += [row(**{name: exactness._larger(0.0, float("nan"))}) for name in ("loss", "statistics", "gradient")]
+    for wrong in beyond:
+        assert not wrong.kept and "EXCEEDED" in exactness.table([wrong])
     assert exactness.BOUNDS["float64"] == {"loss": 1e-12, "statistics": 1e-12, "gradient": 1e-10}

@@ -65,6 +65,12 @@ def test_every_answer_of_the_faq_names_a_test():
 
 
 @by_page
+def test_no_heading_stands_twice(page):
+    headings = [line for line in page.read_text().splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings)), headings
+
+
+@by_page
 def test_no_figure_is_missing(page):
     """FIGURES marks a place for a number that was still to be measured."""
     assert "FIGURES" not in page.read_text()

@@ -204,6 +204,23 @@ def test_an_end_that_was_not_reached_is_done_again(world, settings):
         pretraining.pretrain(made, world)
 
 
+def test_auto_is_decided_once_where_the_run_began(world, settings):
+    """On a machine of another kind it goes on in the precision it had."""
+    made = settings("train.stop_after_steps=2")
+    run = pretraining.prepare(made, world)
+    other = None if run.autocast is torch.bfloat16 else torch.bfloat16
+    pretraining.pretrain(made, world)
+    path = checkpoint.path_of(made.output_path, 2)
+    if world.rank == 0:
+        state = checkpoint.load(path)
+        assert state["facts"]["autocast"] == str(run.autocast)
+        state["facts"]["autocast"] = str(other)
+        checkpoint.save(made.output_path, state, keep=3, milestone=False)
+    workers.barrier("test.saved")
+    longer = made.model_copy(update={"train": made.train.model_copy(update={"stop_after_steps": 4})})
+    assert pretraining.prepare(longer, world).autocast is other
+
+
 def test_a_rewound_run_goes_on_from_its_new_branch(world, settings):
     made = settings("train.stop_after_steps=4", "checkpoint.every_steps=1")
     pretraining.pretrain(made, world)
