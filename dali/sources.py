@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from dali.spec import DataSpec
 __all__ = ["ArraySource", "FolderSource", "ListSource", "ShardSource", "Source", "has_test_split", "open_source"]
 
 WITH_TEST_SPLIT = ("idx", "cifar")
+TEST = "test:"  # before the name of a test image in an exclude list
 
 
 def open_source(spec: DataSpec, split: Split, report: Report = silent, classes: list[str] | None = None) -> Source:
@@ -45,10 +47,11 @@ def open_source(spec: DataSpec, split: Split, report: Report = silent, classes: 
         key, paths = "data.test_path", spec.test_paths
     elif split == "test" and any(_kind(path, spec) not in WITH_TEST_SPLIT for path in paths):
         raise InputError("data.test_path: is not set; give the folder with the labelled test images")
-    parts = [_open(path, _kind(path, spec, key), split, key, report) for path in paths]
+    with _readable(key, paths):
+        parts = [_open(path, _kind(path, spec, key), split, key, report) for path in paths]
     source: Source = parts[0] if len(parts) == 1 else Part(parts, [f"{path.rstrip('/')}/" for path in paths])
     if spec.exclude is not None:
-        unwanted = read_exclude_list(Path(spec.exclude).expanduser())
+        unwanted = read_exclude_list(Path(spec.exclude).expanduser())[split]
         keep = np.array([source.name(index) not in unwanted for index in range(len(source))])
         if not keep.any():
             raise InputError(f"data.exclude: {spec.exclude} names all {len(source)} images of {key}; none are left")
@@ -59,13 +62,28 @@ def open_source(spec: DataSpec, split: Split, report: Report = silent, classes: 
     return source
 
 
+@contextmanager
+def _readable(key: str, paths: Iterable[str]) -> Iterator[None]:
+    """A block that looks into these paths.
+
+    Raises:
+        InputError: the system does not let us, as with another user's folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or ", ".join(paths)
+        raise InputError(f"{key}: {os.fsdecode(where)} cannot be read ({error.strerror}); see its rights") from None
+
+
 def has_test_split(spec: DataSpec) -> bool:
     """Whether the config names test images, or its training source holds some."""
-    return (
-        spec.test_path is not None
-        or bool(spec.paths)
-        and all(_kind(path, spec) in WITH_TEST_SPLIT for path in spec.paths)
-    )
+    with _readable("data.path", spec.paths):
+        return (
+            spec.test_path is not None
+            or bool(spec.paths)
+            and all(_kind(path, spec) in WITH_TEST_SPLIT for path in spec.paths)
+        )
 
 
 def _open(path: str, kind: str, split: Split, key: str, report: Report) -> Source:
@@ -150,19 +168,21 @@ def _training_classes(spec: DataSpec, report: Report) -> list[str] | None:
     return open_source(spec, "train", report).classes
 
 
-def read_exclude_list(file: Path) -> set[str]:
-    """Names of images, one a line; lines that start with # are comments, with a quote JSON strings.
+def read_exclude_list(file: Path) -> dict[Split, set[str]]:
+    """Names of images by split, one a line: both may use the same names, and those of the test split have `test:`
+    before them. Lines that start with # are comments, with a quote JSON strings.
 
     Raises:
         InputError: the file cannot be read.
     """
     try:
-        lines = file.read_bytes().decode(errors="surrogateescape").split("\n")
-        return {
-            json.loads(line) if line.startswith('"') else line.removesuffix("\r")
-            for line in lines
-            if line and not line.startswith("#")
-        }
+        found: dict[Split, set[str]] = {"train": set(), "test": set()}
+        for line in file.read_bytes().decode(errors="surrogateescape").split("\n"):
+            text = line.removeprefix(TEST)
+            if text and not line.startswith("#"):
+                name = json.loads(text) if text.startswith('"') else text.removesuffix("\r")
+                found["train" if text == line else "test"].add(name)
+        return found
     except OSError as error:
         raise InputError(
             f"data.exclude: {file}: {error.strerror}; give a file with a name of an image a line"
@@ -171,7 +191,7 @@ def read_exclude_list(file: Path) -> set[str]:
         raise InputError(f"data.exclude: {file}: {error.doc[:80]!r} is no JSON string; close its quote") from None
 
 
-def exclude_line(name: str) -> str:
+def exclude_line(name: str, split: Split = "train") -> str:
     """The line of an exclude list that names an image, whatever characters its name has."""
-    odd = name != name.strip() or name.startswith(('"', "#")) or any(character in name for character in "\n\r")
-    return json.dumps(name) if odd else name
+    odd = name != name.strip() or name.startswith(('"', "#", TEST)) or any(character in name for character in "\n\r")
+    return (TEST if split == "test" else "") + (json.dumps(name) if odd else name)

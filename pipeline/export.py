@@ -9,7 +9,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from torchvision.models import ResNet
 
 from dali.errors import InputError
-from pipeline import weight_files
+from pipeline import weight_files, workers
 from pipeline.checkpoint import save_file
 from pipeline.config import Config
 from pipeline.model import Backbone, build_backbone
@@ -29,6 +29,7 @@ from pipeline.weights import backbone_tensors, load_backbone_weights
 
 TOLERANCE = 1e-5  # of features, relative to the largest where that is above 1
 INPUT, OUTPUT = "images", "features"
+FACTS_FILE, CARD_FILE = "model.json", "MODEL_CARD.md"  # beside the formats' files; pipeline/model_card.py writes them
 _CHECKED_BATCHES = (1, 3, 8)
 
 
@@ -83,13 +84,43 @@ def preprocessing(config: Config) -> dict[str, Any]:
 
 
 def describe(backbone: Backbone, config: Config) -> dict[str, Any]:
-    """What a reader needs to know of the network and its input."""
+    """What a reader needs to know of the network, its weights (by the digest that judgements record), and its input."""
     return {
         "backbone": config.model.backbone,
         "stem": config.model.stem,
         "feature_dim": backbone.feature_dim,
+        "weights_digest": workers.digest(backbone),
         "preprocessing": preprocessing(config),
     }
+
+
+def make_way(subject: Subject, names: Collection[str], folder: Path) -> None:
+    """Take away a `model.json` and a card that will not be true once the formats `names` are in `folder`.
+
+    An export that is cut short then leaves files without facts, none beside facts of others.
+
+    Raises:
+        InputError: files of other formats would stay, and `model.json` does not say the same of them.
+    """
+    if _facts_in(folder, subject.facts) == subject.facts:
+        return
+    staying = [form.file for name, form in FORMATS.items() if name not in names and (folder / form.file).exists()]
+    if staying:
+        raise InputError(
+            f"{folder}: {', '.join(staying)} in it, by {FACTS_FILE}, are not of these weights and preprocessing; "
+            "export them again too, move them away, or give another folder with --to"
+        )
+    for file in (FACTS_FILE, CARD_FILE):
+        (folder / file).unlink(missing_ok=True)
+
+
+def _facts_in(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """What `model.json` says under these keys; nothing where it is missing or damaged."""
+    try:
+        known = json.loads((folder / FACTS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {key: known.get(key) for key in keys} if isinstance(known, dict) else {}
 
 
 def export(subject: Subject, name: str, folder: Path) -> Path:
@@ -166,7 +197,7 @@ def _write_detectron2(subject: Subject, path: Path) -> None:
 
 
 def _write_program(subject: Subject, path: Path) -> None:
-    torch.export.save(subject.program, path, extra_files={"model.json": json.dumps(subject.facts)})
+    torch.export.save(subject.program, path, extra_files={FACTS_FILE: json.dumps(subject.facts)})
 
 
 def _write_onnx(subject: Subject, path: Path) -> None:

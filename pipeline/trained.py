@@ -11,17 +11,28 @@ from pipeline.config import Config, load
 from pipeline.model import BarlowTwins, build_model
 from pipeline.weights import RANDOM, Report, load_named
 
+PRETRAIN = "pretrain"
+
 
 class Training(NamedTuple):
-    """What a checkpoint says of the run that made it. `digest` is of the list of training images."""
+    """What a checkpoint says of the run that made it.
 
+    Attributes:
+        verb: pretrain, or of a classifier probe or finetune.
+        digest: of the list of training images; of a classifier, of those whose labels it was given.
+        start_digest: of the backbone that a classifier was given; None for a pretraining.
+        figures: per cent, what the run measured at this step, by name.
+    """
+
+    verb: str
     step: int
     epochs: float
     digest: str
     num_samples: int
     run_id: str | None
     config: dict[str, Any]
-    knn_accuracy: float | None  # per cent, if the run measured it at this step
+    start_digest: str | None
+    figures: dict[str, float]
 
 
 class Trained(NamedTuple):
@@ -30,8 +41,8 @@ class Trained(NamedTuple):
     Attributes:
         weights: the file, or `none`.
         report: of the file's tensors; None for random weights.
-        training: None unless the weights are a checkpoint of a pretraining of ours.
-        has_projector: whether the projector is trained too, or random.
+        training: None unless the weights are a checkpoint of ours.
+        has_projector: whether the projector is trained too, or random, as with a classifier's checkpoint.
         folder: of the run, for what is made of it.
     """
 
@@ -70,8 +81,6 @@ def open_trained(where: str, overrides: list[str]) -> Trained:
     report = load_named(model.backbone, weights)
     assert weights is not None
     state = None if weights == RANDOM else _checkpoint(weights)
-    if state is not None and not any(key.startswith("projector.") for key in state["model"]):
-        state = None  # of `probe` or `finetune`: a backbone, and not a pretraining's history
     has_projector = state is not None and _load_projector(model, state, weights)
     training = None if state is None else _training(state, Path(weights))
     return Trained(model.eval(), config, weights, report, training, has_projector, folder)
@@ -97,6 +106,8 @@ def _checkpoint(weights: str) -> dict[str, Any] | None:
 def _load_projector(model: BarlowTwins, state: dict[str, Any], weights: str) -> bool:
     prefix = "projector."
     tensors = {k.removeprefix(prefix): t for k, t in state["model"].items() if k.startswith(prefix)}
+    if not tensors:  # a classifier's
+        return False
     try:
         model.projector.load_state_dict(tensors)
     except RuntimeError:
@@ -107,20 +118,30 @@ def _load_projector(model: BarlowTwins, state: dict[str, Any], weights: str) -> 
 
 def _training(state: dict[str, Any], path: Path) -> Training:
     facts, values = state["facts"], state["config"]
-    per_epoch = steps_per_epoch(facts["num_samples"], values["train"]["global_batch"])
+    verb = facts["shaping"].get("verb", PRETRAIN)  # which a pretraining does not say
+    batch = values["train"]["global_batch"] if verb == PRETRAIN else values[verb]["batch"]
+    per_epoch = steps_per_epoch(facts["num_samples"], batch)
     return Training(
+        verb=verb,
         step=state["step"],
         epochs=state["step"] / per_epoch,
         digest=facts["digest"],
         num_samples=facts["num_samples"],
         run_id=state["run_id"],
         config=values,
-        knn_accuracy=_knn_accuracy(path, state["step"]),
+        start_digest=None if verb == PRETRAIN else facts["shaping"]["weights"],
+        figures=_figures(path, state["step"], verb),
     )
 
 
-def _knn_accuracy(path: Path, step: int) -> float | None:
-    for folder in path.absolute().parents[1:3]:  # RUN/checkpoints/step_X.pt, RUN/checkpoints/milestones/step_X.pt
-        if (folder / "summary.json").is_file():
-            return json.loads((folder / "summary.json").read_text())["knn_accuracy"].get(str(step))
-    return None
+def _figures(path: Path, step: int, verb: str) -> dict[str, float]:
+    """From the run's summary: the kNN accuracy of a pretraining, a classifier's own counts of the test images."""
+    folder = path.absolute().parents[2 if path.parent.name == "milestones" else 1]
+    if not (folder / "summary.json").is_file():
+        return {}
+    told = json.loads((folder / "summary.json").read_text())
+    if verb == PRETRAIN:
+        return {key: told[key][str(step)] for key in ("knn_accuracy",) if str(step) in told.get(key, {})}
+    if (told.get("verb"), told["step"]) != (verb, step):
+        return {}
+    return {f"{verb}_{key}": told[key] for key in ("top1", "top5") if key in told}

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali import formats
+from dali.errors import InputError
 from dali.interface import Source
 from dali.loader import CheckLoader
+from dali.packed import Split
 from dali.sources import exclude_line, has_test_split, open_source
 from dali.spec import DataSpec
 from pipeline import config
@@ -92,18 +94,35 @@ def run(args: list[str]) -> int:
         data = config.load(options.target, options.overrides).data
     else:
         data = config.load(None, options.overrides).data.model_copy(update={"path": options.target})
-    bad: dict[str, str] = {}
-    for split in ("train", "test") if has_test_split(data) else ("train",):
+    _check_writable(options.write)
+    bad: list[tuple[str, str]] = []  # line, reason
+    splits: tuple[Split, ...] = ("train", "test") if has_test_split(data) else ("train",)
+    for split in splits:
         found = check(open_source(data, split, report), data)
         print(f"{split} images:")
         print("\n".join(f"  {key:<8} {text}" for key, text in found.lines()), flush=True)
-        bad |= {found.source.name(index): reason for index, reason in sorted(found.bad.items())}
+        bad += [(exclude_line(found.source.name(index), split), why) for index, why in sorted(found.bad.items())]
     if not bad:
         return 0
-    lines = "".join(f"# {reason}\n{exclude_line(name)}\n" for name, reason in bad.items())
+    lines = "".join(f"# {reason}\n{line}\n" for line, reason in bad)
     options.write.write_bytes((HEADER + lines).encode(errors="surrogateescape"))
     print(f"wrote {options.write}; train without these: data.exclude={options.write}", flush=True)
     return 1
+
+
+def _check_writable(file: Path) -> None:
+    """Before hours of work.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise InputError(f"--write: {file} cannot be written ({error.strerror}); give another file") from None
 
 
 def check(source: Source, data: DataSpec) -> Findings:

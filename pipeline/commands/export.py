@@ -5,7 +5,6 @@ from pathlib import Path
 
 from dali.errors import InputError
 from pipeline import export, mlflow_store, model_card
-from pipeline.config import Config
 from pipeline.file_systems import check_output
 from pipeline.tracking import tracking_uri
 from pipeline.trained import Trained, open_trained
@@ -33,20 +32,15 @@ def run(args: list[str]) -> int:
     print(f"weights: {trained.report or 'none: random features'}", flush=True)
 
     subject = export.Subject(backbone, config, export.describe(backbone, config))
-    files: dict[str, str] = {}
-    for name in wanted or export.FORMATS:
-        reason = export.refusal(subject, name)
-        if reason is not None and name in wanted:
-            raise InputError(reason)
-        if reason is not None:
-            print(f"left out: {reason}", flush=True)
-            continue
+    names = _fitting(subject, wanted)
+    export.make_way(subject, names, folder)
+    for name in names:
         print(f"{name}: ", end="", flush=True)
-        files[name] = export.export(subject, name, folder).name
-        print(f"{files[name]} gives the same features", flush=True)
+        print(f"{export.export(subject, name, folder).name} gives the same features", flush=True)
+    files = {name: form.file for name, form in export.FORMATS.items() if (folder / form.file).exists()}
     model_card.write(model_card.facts(trained, subject, figures), files, config, folder)
     if options.register:
-        _register(trained, config, folder / files["mlflow"], options.register)
+        _register(trained, folder / files["mlflow"], options.register)
     print(f"in {folder}; how to load each: docs/export.md")
     return 0
 
@@ -61,6 +55,17 @@ def _formats(text: str | None, register: str | None) -> list[str]:
     return wanted
 
 
+def _fitting(subject: export.Subject, wanted: list[str]) -> list[str]:
+    """The wanted formats, or all that can hold this backbone."""
+    reasons = {name: export.refusal(subject, name) for name in wanted or export.FORMATS}
+    for name, reason in reasons.items():
+        if reason is not None and name in wanted:
+            raise InputError(reason)
+        if reason is not None:
+            print(f"left out: {reason}", flush=True)
+    return [name for name, reason in reasons.items() if reason is None]
+
+
 def _figure(word: str) -> tuple[str, float]:
     name, _, text = word.partition("=")
     try:
@@ -69,8 +74,8 @@ def _figure(word: str) -> tuple[str, float]:
         raise InputError(f"--figure: {word!r} is not NAME=VALUE, for example --figure probe_top1=91.2") from None
 
 
-def _register(trained: Trained, config: Config, model: Path, name: str) -> None:
-    uri = tracking_uri(config, trained.folder)
+def _register(trained: Trained, model: Path, name: str) -> None:
+    uri, experiment = tracking_uri(trained.config, trained.folder), trained.config.tracking.experiment
     run_id = trained.training.run_id if trained.training is not None else None
-    version = mlflow_store.register_model(model, name, uri, trained.folder, config.tracking.experiment, run_id)
+    version = mlflow_store.register_model(model, name, uri, trained.folder, experiment, run_id)
     print(f"registered in MLflow as models:/{name}/{version}")

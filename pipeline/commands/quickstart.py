@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
+from dali.errors import InputError
 from pipeline import config, launching
 from pipeline.cores import usable_cores
 from pipeline.progress import duration
@@ -21,6 +22,9 @@ def run(args: list[str]) -> int:
     """Write the digits as PNG class folders, pretrain on them, and show what came out."""
     root = launching.ROOT
     os.chdir(root)
+    for word in args:
+        if word.startswith(("data.path=", "data.test_path=")):
+            raise InputError(f"quickstart: brings its own images; for others: ./run.sh pretrain CONFIG {word}")
     words = [CONFIG, *args]
     if not any(word.startswith("output=") for word in args):
         words.append(f"output={_next_output(root / 'outputs')}")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from dali.errors import InputError
+from pipeline.commands import quickstart
 from pipeline.model import build_backbone
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,23 @@ def done(tmp_path_factory):
     )
     assert shown.returncode == 0, shown.stdout[-3000:] + shown.stderr[-3000:]
     return output, shown.stdout
+
+
+@pytest.mark.parametrize("word", ["data.path=/data/photos", "data.path=", "data.test_path=null"])
+def test_other_images_are_for_pretrain(word, monkeypatch):
+    """It writes its digits beside the path of its config: not into a folder of the user's."""
+    monkeypatch.setattr(quickstart, "write_digits", lambda folder: pytest.fail(f"wrote to {folder}"))
+    with pytest.raises(InputError, match="brings its own images; for others: ./run.sh pretrain"):
+        quickstart.run([word])
+
+
+def test_an_interrupted_one_is_continued_and_a_complete_one_kept(tmp_path):
+    for number, finished in ((1, True), (2, False)):
+        folder = quickstart._next_output(tmp_path)
+        assert folder.name == ("quickstart" if number == 1 else f"quickstart-{number}")
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"finished": finished}))
+    assert quickstart._next_output(tmp_path).name == "quickstart-2"
 
 
 def rows(output, query):

@@ -1,6 +1,9 @@
 """Every format of docs/data.md: what training, evaluation and check-data make of it. Cases 2 and 15."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +15,12 @@ from dali.errors import InputError
 from dali.interface import EncodedSource
 from dali.loader import CheckLoader, EvalLoader, TwoViewLoader
 from dali.order import Shard
-from dali.sources import FolderSource, open_source
+from dali.sources import FolderSource, exclude_line, open_source, read_exclude_list
 from dali.spec import DataSpec, ViewsSpec
 from dali.torchvision_reference import original
 from pipeline.commands import check_data
 
+ROOT = Path(__file__).parents[2]
 ALONE = Shard(0, 1)
 WHOLE = ViewsSpec(
     size=zoo.HEIGHT,
@@ -127,6 +131,53 @@ def test_check_data_names_every_bad_file_with_its_reason(tmp_path, monkeypatch, 
     assert source.excluded == len(bad) + 1 and source.digest != FolderSource(data).digest
     assert check_data.run([str(data), f"data.exclude={tmp_path}/exclude.txt"]) == 0
     assert len(source.labels) == len(source) and set(source.labels.tolist()) == {0, 1}
+
+
+def test_a_bad_image_takes_none_of_the_same_name_from_the_other_split(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picture = next(iter(zoo.good().values()))[0]
+    names = ["a/0.png", "a/1.png", "b/test:2.png"]
+    for split, bad in (("train", "a/0.png"), ("test", "a/1.png")):
+        zoo.write(tmp_path / split, {name: b"no image" if name == bad else picture for name in names})
+    words = [f"data.path={tmp_path}/train", f"data.test_path={tmp_path}/test"]
+    assert check_data.run([str(ROOT / "configs/base.yaml"), *words]) == 1
+    spec = DataSpec(path=str(tmp_path / "train"), test_path=str(tmp_path / "test"), exclude="exclude.txt")
+    for split, left in (("train", names[1:]), ("test", [names[0], names[2]])):
+        source = open_source(spec, split)
+        assert [source.name(index) for index in range(len(source))] == left and source.excluded == 1
+    for name in ("test:a.png", '"b', "c d"):
+        for split, other in (("train", "test"), ("test", "train")):
+            Path("list.txt").write_text(exclude_line(name, split) + "\n")
+            assert read_exclude_list(Path("list.txt")) == {split: {name}, other: set()}
+
+
+def test_a_list_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_data, "check", lambda *words: pytest.fail("decoded"))
+    zoo.write(tmp_path / "data", {"a/0.png": b"x"})
+    with pytest.raises(InputError, match=r"--write: .*/nowhere/list cannot be written \(No such file"):
+        check_data.run([str(tmp_path / "data"), "--write", str(tmp_path / "nowhere" / "list")])
+    with pytest.raises(pytest.fail.Exception):
+        check_data.run([str(tmp_path / "data"), "--write", str(tmp_path / "list")])
+    assert not (tmp_path / "list").exists()
+
+
+def test_a_folder_that_we_may_not_read_is_one_line(tmp_path):
+    """As root everything may be read: in a process that is another user."""
+    (tmp_path / "data").mkdir(mode=0o700)
+    code = (
+        "import os, sys\nfrom dali.errors import InputError\nfrom dali.sources import has_test_split, open_source\n"
+        "from dali.spec import DataSpec\n"
+        "if os.geteuid() == 0: os.setuid(65534)\nelse: os.chmod(sys.argv[1], 0)\n"
+        "for look in (has_test_split, lambda spec: open_source(spec, 'train')):\n"
+        "    try: look(DataSpec(path=sys.argv[1] + '/mine'))\n"
+        "    except InputError as error: print(error)\n"
+    )
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "data"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all(line.startswith("data.path: ") and "Permission denied" in line for line in lines)
 
 
 def test_a_huge_image_is_refused_by_its_header(tmp_path, monkeypatch):

@@ -404,7 +404,7 @@ def broken(world, folder):
                     target.write_bytes(b"no image" if number in bad else file.read_bytes())
                     if number in bad:
                         with (folder / "exclude.txt").open("a") as listed:
-                            listed.write(f"{file.parent.name}/{file.name}\n")
+                            listed.write(f"{'test:' * (part == 'test')}{file.parent.name}/{file.name}\n")
     skip = [f"data.path={folder}/broken/train", f"data.test_path={folder}/broken/test", "data.on_bad_file=skip"]
     return skip, [*skip, f"data.exclude={folder}/exclude.txt"]
 
