@@ -3,7 +3,6 @@
 import os
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "barlow-horovod"
 
 
-def load(file: Path, **key: int) -> dict[str, NDArray[Any]] | None:
-    """The arrays of a cache file, or None where there is none, it is damaged, or it was kept under another key."""
+def load(file: Path, *names: str, **key: int) -> dict[str, NDArray[Any]] | None:
+    """These arrays of a cache file, or None where there is none, it is damaged, or it was kept under another key."""
     try:
-        with np.load(file, allow_pickle=False) as kept:
-            found = {name: kept[name] for name in kept.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError):
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as kept:
+            if any(int(kept[name]) != value for name, value in key.items()):
+                return None
+            return {name: kept[name] for name in names}
+    except Exception:  # zipfile and NumPy fail at damage in any way
         return None
-    return found if all(name in found and int(found[name]) == value for name, value in key.items()) else None
 
 
 def store(files: list[Path], arrays: dict[str, Any]) -> Path | None:

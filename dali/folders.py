@@ -74,7 +74,7 @@ def list_folder(root: Path, report: Report = silent) -> Listing:
         OSError: a folder cannot be read.
     """
     file = _kept_list(root)
-    kept = cache.load(file, version=VERSION)
+    kept = cache.load(file, "folders", "changed", "names", "lengths", "ignored", version=VERSION)
     if kept is not None:
         folders = cache.unpack(kept["folders"], len(kept["changed"]))
         if [_changed(os.path.join(os.fsencode(root), folder)) for folder in folders] == kept["changed"].tolist():

@@ -2,7 +2,6 @@
 
 import gzip
 import pickle
-import zipfile
 import zlib
 from pathlib import Path
 from typing import Any, Literal
@@ -78,9 +77,12 @@ def read_cifar_split(root: Path, split: Split, key: str) -> Labelled:
         _read_pickle(folder / name) for name in (train if split == "train" else ["test_batch" if ten else "test"])
     ]
     names = _read_pickle(folder / ("batches.meta" if ten else "meta"))
-    pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    labels = np.concatenate([batch[b"labels" if ten else b"fine_labels"] for batch in batches])
-    classes = [name.decode() for name in names[b"label_names" if ten else b"fine_label_names"]]
+    try:
+        pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        labels = np.concatenate([batch[b"labels" if ten else b"fine_labels"] for batch in batches])
+        classes = [name.decode() for name in names[b"label_names" if ten else b"fine_label_names"]]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise InputError(f"{key}: {folder} holds no CIFAR batches ({error!r}); unpack the archive again") from None
     return np.ascontiguousarray(pixels), labels, classes
 
 
@@ -99,7 +101,7 @@ def _read_pickle(file: Path) -> dict[bytes, Any]:
     try:
         with file.open("rb") as stream:
             return _ArraysOnly(stream, encoding="bytes").load()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle fails in any way
         raise InputError(f"{file}: is no readable CIFAR batch ({error}); unpack the archive again") from None
 
 
@@ -110,18 +112,18 @@ def read_arrays(file: Path, key: str) -> tuple[NDArray[np.uint8], NDArray[Any] |
     """
     try:
         if file.suffix.lower() == ".npz":
-            with np.load(file, allow_pickle=False) as found:
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
                 if "images" not in found.files:
-                    there = ", ".join(found.files) or "nothing"
-                    raise InputError(f"{key}: {file}: holds no `images` ({there}); save with images=..., labels=...")
+                    raise ValueError(f"holds no `images` but {', '.join(found.files) or 'nothing'}")
                 images, labels = found["images"], found["labels"] if "labels" in found.files else None
         else:
             images = np.load(file, mmap_mode="r", allow_pickle=False)
             beside = file.with_name(file.name.replace("images", "labels"))
             labels = np.load(beside, allow_pickle=False) if beside != file and beside.is_file() else None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile and NumPy fail at damage in any way
         raise InputError(
-            f"{key}: {file}: cannot be read ({error}); save plain arrays with np.save or np.savez"
+            f"{key}: {file}: cannot be read ({error}); save plain arrays, np.save(FILE, images) or "
+            "np.savez(FILE, images=..., labels=...)"
         ) from None
     deep = images.ndim == 3 or (images.ndim == 4 and images.shape[3] in (1, 3))
     if images.dtype != np.uint8 or not deep or 0 in images.shape:

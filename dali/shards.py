@@ -110,7 +110,7 @@ def open_index(shard: Path, key: str, report: Report = silent) -> Index:
             cache.cache_folder() / f"shard-{hashlib.sha256(os.fsencode(shard)).hexdigest()[:32]}.npz",
         ]
         for place in places:
-            if (kept := cache.load(place, **stamp)) is not None:
+            if (kept := cache.load(place, *Index._fields, **stamp)) is not None:
                 return _unpacked(kept)
         foreign = shard.with_name(shard.name.partition(".")[0] + ".idx")  # as wds2idx names it
         members = _dali_members(shard, foreign, key) if foreign.is_file() else _members(shard, key, report)

@@ -1,5 +1,6 @@
 """Part of a source: stratified by class, the same for the same seed, or as a list file names it."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from dali.errors import InputError
 from dali.interface import Part, Source
 from dali.order import subset_order
+from dali.sources import exclude_line
 
 Indices = NDArray[np.int64]
 
@@ -58,10 +60,14 @@ def _shares(labels: Indices, text: str, key: str) -> Indices:
 
 def _counts(source: Source, count: int, key: str) -> Indices:
     held = np.bincount(source.labels, minlength=len(source.classes or []))  # type: ignore[arg-type]
-    if count < 1 or count > held.min():
-        name = (source.classes or [str(held.argmin())])[int(held.argmin())]
-        raise InputError(f"{key}: {count} per class, but class {name} has {held.min()} images; write 1 to {held.min()}")
-    return np.full(len(held), count)
+    there = np.flatnonzero(held)  # an empty folder, or numbers that begin with 1, is no class to draw from
+    if count < 1 or count > held[there].min():
+        fewest = int(there[held[there].argmin()])
+        name = source.classes[fewest] if source.classes else str(fewest)
+        raise InputError(
+            f"{key}: {count} per class, but class {name} has {held[fewest]} images; write 1 to {held[fewest]}"
+        )
+    return np.where(held > 0, count, 0)
 
 
 def stratified(labels: Indices, counts: Indices, seed: int) -> Indices:
@@ -71,16 +77,19 @@ def stratified(labels: Indices, counts: Indices, seed: int) -> Indices:
 
 
 def read_list(file: Path, source: Source, key: str) -> Indices:
-    """The images that a text file names, one a line: by path below the data folder, or by file name alone.
+    """The images that a text file names, one a line: by path below the data folder, or by file name alone; lines that
+    start with # are comments, with a quote JSON strings.
 
     Raises:
         InputError: the file cannot be read, is empty, or a line names no image, several, or one for the second time.
     """
     try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line.strip() for line in file.read_bytes().decode(errors="surrogateescape").split("\n")]
+        names = [
+            json.loads(line) if line.startswith('"') else line for line in lines if line and not line.startswith("#")
+        ]
+    except (OSError, json.JSONDecodeError) as error:
         raise InputError(f"{key}: {file} cannot be read ({error})") from None
-    names = [line for line in lines if line and not line.startswith("#")]
     places = {source.name(index): index for index in range(len(source))}
     last_parts = Counter(name.rsplit("/", 1)[-1] for name in places)
     places |= {last: index for name, index in list(places.items()) if last_parts[last := name.rsplit("/", 1)[-1]] == 1}
@@ -95,6 +104,7 @@ def read_list(file: Path, source: Source, key: str) -> Indices:
     return indices
 
 
-def list_text(source: Source) -> str:
-    """What `read_list` reads back."""
-    return "".join(f"{source.name(index)}\n" for index in range(len(source)))
+def list_bytes(source: Source) -> bytes:
+    """What `read_list` reads back, whatever characters the names have."""
+    lines = (f"{exclude_line(source.name(index))}\n" for index in range(len(source)))
+    return "".join(lines).encode(errors="surrogateescape")

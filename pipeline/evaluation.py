@@ -15,7 +15,7 @@ from dali.errors import InputError
 from dali.interface import Report, silent
 from dali.order import steps_per_epoch
 from dali.sources import Source, open_source
-from dali.subset import Subset, choose, list_text
+from dali.subset import Subset, choose, list_bytes
 from pipeline import checkpoint, knn, linear_heads, watchdog, workers
 from pipeline.config import ClassifierSection, Config
 from pipeline.features import Features, extract
@@ -171,7 +171,7 @@ def prepare(config: Config, verb: str, world: workers.World) -> Evaluation:
     if len(set(workers.gather_objects(digest, "weights.digest"))) > 1:
         raise InputError(f"model.weights: {config.model.weights} differs between the hosts; give all the same file")
     if world.rank == 0 and isinstance(source, Subset):
-        (config.output_path / LABELS_FILE).write_text(list_text(source))
+        (config.output_path / LABELS_FILE).write_bytes(list_bytes(source))
     autocast = workers.from_rank_0(wanted_autocast(config, device), "autocast")
     return Evaluation(verb, config, world, device, threads, source, test, backbone, autocast, digest)
 

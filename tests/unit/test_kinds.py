@@ -215,7 +215,7 @@ def test_an_index_goes_to_the_cache_where_the_shards_cannot_be_written(tmp_path)
     target = tmp_path / "cache/barlow-horovod/x.npz"
     written = cache.store([Path("/proc/nowhere/x.npz"), target], {"version": 1, "a": np.arange(3)})
     assert written == target
-    assert cache.load(target, version=2) is None and cache.load(target, version=1)["a"].tolist() == [0, 1, 2]
+    assert cache.load(target, "a", version=2) is None and cache.load(target, "a", version=1)["a"].tolist() == [0, 1, 2]
 
 
 def test_a_folder_without_any_place_for_its_list_says_so(tmp_path, capsys):

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import struct
+import tarfile
 
 import numpy as np
 import pytest
@@ -180,6 +181,67 @@ def test_a_cifar_file_cannot_run_a_program(tmp_path):
     with pytest.raises(InputError, match="data_batch_2: is no readable CIFAR batch"):
         open_source(DataSpec(path=str(tmp_path / "c")), "train")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {b"data": "text", b"labels": [0]}, [1, 2], {"data": np.zeros((2, 3072), np.uint8)}]
+)
+def test_a_pickle_that_is_no_cifar_batch_is_named(tmp_path, content):
+    write_cifar(tmp_path / "c", False)
+    (tmp_path / "c/data_batch_2").write_bytes(pickle.dumps(content))
+    with pytest.raises(InputError, match="c holds no CIFAR batches .*; unpack the archive again"):
+        open_source(DataSpec(path=str(tmp_path / "c")), "train")
+
+
+def damaged(whole):
+    """With one byte changed: each near the start, some anywhere; and cut."""
+    random = np.random.default_rng(0)
+    for place in [*range(min(80, len(whole))), *random.integers(0, len(whole), 80)]:
+        yield whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :]
+    for place in random.integers(0, len(whole), 20):
+        yield whole[:place]
+
+
+@pytest.mark.parametrize("kind", ["cifar", "npz", "npy", "idx", "idx.gz", "tar", "tar index", "csv", "jsonl"])
+def test_whatever_damage_makes_of_a_file_it_is_read_or_named(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pixels = np.arange(4 * 64, dtype=np.uint8).reshape(4, 8, 8)
+    file = path = tmp_path / f"set.{kind.split()[0]}"
+    match kind:
+        case "cifar":
+            write_cifar(path, False)
+            file = path / "data_batch_1"
+        case "npz":
+            np.savez_compressed(file, images=pixels)
+        case "npy":
+            np.save(file, pixels)
+        case "idx" | "idx.gz":
+            path, end = tmp_path, kind.removeprefix("idx")
+            file = tmp_path / f"train-images-idx3-ubyte{end}"
+            write_idx(file, pixels)
+            write_idx(tmp_path / f"train-labels-idx1-ubyte{end}", np.zeros(4, np.uint8))
+        case "tar" | "tar index":
+            with tarfile.open(file, "w") as tar:
+                write_images(tmp_path, ["0.png", "1.png"])
+                for name in ("0.png", "1.png"):
+                    tar.add(tmp_path / name, name)
+        case "csv" | "jsonl":
+            write_images(tmp_path, ["0.png", "1.png"])
+            rows = "path,label\n0.png,a\n1.png,b\n"
+            lines = '{"path": "0.png", "label": "a"}\n{"path": "1.png", "label": "b"}\n'
+            file.write_text(rows if kind == "csv" else lines)
+    open_source(DataSpec(path=str(path)), "train")
+    if kind == "tar index":
+        (file,) = tmp_path.glob("*.tar?*")
+    refused = 0
+    for content in damaged(file.read_bytes()):
+        file.write_bytes(content)
+        try:
+            open_source(DataSpec(path=str(path)), "train")
+        except InputError as error:
+            refused += 1
+            assert str(tmp_path) in str(error) and "\n" not in str(error)
+    assert refused > 10 or kind == "tar index"  # which is made anew
 
 
 def test_what_is_not_there_is_named_with_the_remedy(tmp_path):

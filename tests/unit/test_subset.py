@@ -1,9 +1,11 @@
+import os
+
 import numpy as np
 import pytest
 
 from dali.errors import InputError
 from dali.sources import ArraySource, FolderSource
-from dali.subset import Subset, choose, list_text, read_list
+from dali.subset import Subset, choose, list_bytes, read_list
 from tests.unit.images import write_images
 
 CLASSES = ["a", "b", "c"]
@@ -49,8 +51,28 @@ def test_a_subset_is_a_source_of_those_images():
 def test_the_list_that_was_written_is_read_back(tmp_path):
     source = arrays()
     chosen = choose(source, "10%", 0, "k")
-    (tmp_path / "labels.txt").write_text(list_text(Subset(source, chosen)))
+    (tmp_path / "labels.txt").write_bytes(list_bytes(Subset(source, chosen)))
     assert np.array_equal(choose(source, str(tmp_path / "labels.txt"), 99, "k"), chosen)
+
+
+def test_names_of_any_characters_are_read_back(tmp_path):
+    odd = os.fsdecode(b"a/caf\xe9.png")  # Latin-1, as an old disk has it
+    names = [odd, "a/two\nlines.png", " a blank.png", "# no comment.png", '"quoted.png', "plain.png"]
+    images = np.zeros((len(names), 8, 8), np.uint8)
+    source = ArraySource(images, np.zeros(len(names), int), ["a"], origin="train")
+    source.name = lambda index: names[index]
+    (tmp_path / "labels.txt").write_bytes(list_bytes(source))
+    assert read_list(tmp_path / "labels.txt", source, "k").tolist() == list(range(len(names)))
+
+
+def test_an_empty_class_has_nothing_to_draw():
+    """Labels that begin with 1, or an empty folder."""
+    labels = np.repeat([1, 2], 5)
+    source = ArraySource(np.zeros((10, 8, 8), np.uint8), labels, ["none", "a", "b"], origin="train")
+    chosen = choose(source, "3", 0, "k")
+    assert np.bincount(labels[chosen], minlength=3).tolist() == [0, 3, 3]
+    with pytest.raises(InputError, match="class a has 5 images; write 1 to 5"):
+        choose(source, "6", 0, "k")
 
 
 def test_a_list_may_name_files_without_their_folder(tmp_path):
