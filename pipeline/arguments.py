@@ -1,7 +1,9 @@
-"""What command lines share: lists of numbers and of names, and counts that must not be too small."""
+"""What command lines share: lists of numbers and of names, places to write to, counts that must not be too small."""
 
 import argparse
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dali.errors import InputError
 
@@ -22,6 +24,38 @@ def some_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         return words
 
     return chosen
+
+
+def writable_file(text: str) -> Path:
+    """For argparse: a file that can be written, known before hours of work and not after them.
+
+    Raises:
+        InputError: it cannot.
+    """
+    file = Path(text).expanduser()
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+        if is_new:
+            file.unlink(missing_ok=True)  # another worker may look at the same time
+    except OSError as error:
+        raise InputError(f"--write: {file} cannot be written ({error.strerror}); give another file") from None
+    return file
+
+
+def writable_folder(text: str) -> Path:
+    """For argparse: the same for files in a folder, which is made if need be.
+
+    Raises:
+        InputError: it cannot be made, or nothing can be written there.
+    """
+    folder = Path(text).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--write: {folder} cannot be written to ({error.strerror}); give another folder") from None
+    return folder
 
 
 def refuse_fewer(options: argparse.Namespace, **least: int) -> None:

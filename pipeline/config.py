@@ -93,6 +93,17 @@ class TrainSection(Section):
             raise ValueError("non_finite_in_a_row has no effect with on_non_finite: stop; remove it")
         return self
 
+    def check_workers(self, count: int) -> None:
+        """Each worker needs a sample, of each micro-batch if there are several.
+
+        Raises:
+            InputError: there are not enough of them.
+        """
+        each = -(-self.global_batch // self.micro_batches)  # of the largest
+        key = "train.global_batch" + (" / train.micro_batches" if self.micro_batches > 1 else "")
+        if each < count:
+            raise InputError(f"{key}: {each} is fewer than the {count} workers; each needs at least one sample")
+
 
 class PrecisionSection(Section):
     dtype: Literal["float32", "float64"] = Field("float32", description="Type of parameters and views.")

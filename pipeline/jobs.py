@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dali.errors import InputError
 from dali.order import steps_per_epoch
@@ -25,13 +25,6 @@ DESCRIPTIONS = {
 }
 
 
-class Batch(NamedTuple):
-    """The global batch of a verb, which has no fewer samples than workers, and the key that sets it."""
-
-    key: str
-    size: int
-
-
 def load_for(verb: str, file: str | None, overrides: list[str]) -> Config:
     """The config as a verb means it: an evaluation has a name and a folder of its own, beside the pretraining's.
 
@@ -45,12 +38,19 @@ def load_for(verb: str, file: str | None, overrides: list[str]) -> Config:
     return config.model_copy(update={"name": name, "output": config.output or f"outputs/{name}"})
 
 
-def batch_of(verb: str, config: Config) -> Batch | None:
-    """None: the verb has no batch that workers share."""
+def check_workers(verb: str, config: Config, count: int) -> None:
+    """Each worker needs a sample of the batch that they share, if the verb has one.
+
+    Raises:
+        InputError: there are not enough of them.
+    """
     if verb == "pretrain":
-        return Batch("train.global_batch", config.train.global_batch)
+        config.train.check_workers(count)
     section = {"probe": config.probe, "finetune": config.finetune}.get(verb)
-    return None if section is None else Batch(f"{verb}.batch", section.batch)
+    if section is not None and section.batch < count:
+        raise InputError(
+            f"{verb}.batch: {section.batch} is fewer than the {count} workers; each needs at least one sample"
+        )
 
 
 def check_without_torch(config: Config) -> None:

@@ -135,11 +135,7 @@ def workers_wanted(options: argparse.Namespace, config: Config) -> int:
         wanted = options.np if options.np is not None else max(1, _gpus(config))
     if wanted < 1:
         raise InputError(f"-np {wanted}: at least one worker is needed")
-    batch = jobs.batch_of(options.verb, config)
-    if batch is not None and wanted > batch.size:
-        raise InputError(
-            f"{batch.key}: {batch.size} is fewer than the {wanted} workers; each needs at least one sample"
-        )
+    jobs.check_workers(options.verb, config, wanted)
     if here and (config.device == "cuda" or _gpus(config)):
         from pipeline.workers import choose_device
 
@@ -169,10 +165,7 @@ def _elastic_workers(options: argparse.Namespace, config: Config) -> int:
     fewest, most = options.min_np, options.max_np or options.np or options.min_np
     if not 1 <= fewest <= (options.np or fewest) <= most:
         raise InputError(f"--min-np {fewest}, -np {options.np or fewest}, --max-np {most}: must rise, from 1")
-    if most > config.train.global_batch:
-        raise InputError(
-            f"--max-np {most}: each worker needs one of the {config.train.global_batch} samples of a batch"
-        )
+    config.train.check_workers(most)
     script = options.host_discovery_script
     if script is not None and not os.access(script, os.X_OK):
         raise InputError(f"--host-discovery-script: {script} cannot be run; give an executable file (chmod +x)")

@@ -133,11 +133,7 @@ def prepare(config: Config, world: workers.World) -> Run:
     with workers.together():
         device = workers.choose_device(config.device, world.local_rank, world.local_size)
         source, plan = check(config)
-        if config.train.global_batch < world.size:
-            raise InputError(
-                f"train.global_batch: {config.train.global_batch} is fewer than the {world.size} workers; "
-                "each needs at least one sample"
-            )
+        config.train.check_workers(world.size)
     check_same_list(source)
     check_output_is_shared(config.output_path, world.rank)
     with workers.together():

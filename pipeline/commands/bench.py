@@ -2,10 +2,9 @@
 
 import argparse
 import os
-from pathlib import Path
 
 from dali.errors import InputError
-from pipeline.arguments import numbers, refuse_fewer
+from pipeline.arguments import numbers, refuse_fewer, writable_folder
 from pipeline.launching import run_again_with_workers
 
 COUNTS = ("size", "batch", "np", "dims", "batches", "counts", "steps", "rounds", "images", "threads", "epochs")
@@ -23,7 +22,7 @@ def run(args: list[str]) -> int:
     combine.add_argument("-np", type=int, default=2, metavar="N", help="workers (2)")
     combine.add_argument("--dims", type=numbers, default=[1024 << k for k in range(7)], metavar="D,D,...")
     combine.add_argument("--batches", type=numbers, default=[256, 2048], metavar="B,B,...")
-    combine.add_argument("--write", type=Path, metavar="FOLDER", help="also write combine.md and combine.png there")
+    combine.add_argument("--write", type=writable_folder, metavar="FOLDER", help="also write combine.md, combine.png")
     micro = verbs.add_parser("micro-batches", help="memory and time of a step against train.micro_batches")
     micro.add_argument("--backbone", default="resnet18")
     micro.add_argument("--size", type=int, default=64, help="pixels")
@@ -35,7 +34,7 @@ def run(args: list[str]) -> int:
     resilience.add_argument("--steps", type=int, default=40, metavar="N", help="training steps that are timed (40)")
     resilience.add_argument("words", nargs="*", metavar="key.path=value", help="of configs/fashion_mnist.yaml")
     elastic = verbs.add_parser("elastic", help="a run whose workers come and go, laid over one of one worker")
-    elastic.add_argument("--write", type=Path, metavar="FOLDER", help="also write elastic.md and elastic.png there")
+    elastic.add_argument("--write", type=writable_folder, metavar="FOLDER", help="also write elastic.md, elastic.png")
     loader = verbs.add_parser("loader", help="images a second: ours, its stages, and torchvision's with PIL")
     loader.add_argument("--seconds", type=float, default=5, metavar="S", help="of each measurement (5)")
     loader.add_argument("--rounds", type=int, default=5, metavar="N", help="in which all take turns (5)")

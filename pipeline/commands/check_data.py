@@ -3,19 +3,18 @@
 import argparse
 import hashlib
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dali import formats
-from dali.errors import InputError
 from dali.interface import Source
 from dali.loader import CheckLoader
 from dali.packed import Split
 from dali.sources import exclude_line, has_test_split, open_source
 from dali.spec import DataSpec
 from pipeline import config
+from pipeline.arguments import writable_file
 from pipeline.cores import usable_cores
 from pipeline.progress import report
 
@@ -88,13 +87,14 @@ def run(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run.sh check-data", description=__doc__)
     parser.add_argument("target", metavar="PATH | CONFIG.yaml", help="what data.path may be, or a config that names it")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override single keys of the config")
-    parser.add_argument("--write", type=Path, default=Path("exclude.txt"), metavar="FILE", help="the list of bad files")
+    parser.add_argument(
+        "--write", type=writable_file, default="exclude.txt", metavar="FILE", help="the list of bad files"
+    )
     options = parser.parse_intermixed_args(args)
     if options.target.endswith((".yaml", ".yml")):
         data = config.load(options.target, options.overrides).data
     else:
         data = config.load(None, options.overrides).data.model_copy(update={"path": options.target})
-    _check_writable(options.write)
     bad: list[tuple[str, str]] = []  # line, reason
     splits: tuple[Split, ...] = ("train", "test") if has_test_split(data) else ("train",)
     for split in splits:
@@ -108,21 +108,6 @@ def run(args: list[str]) -> int:
     options.write.write_bytes((HEADER + lines).encode(errors="surrogateescape"))
     print(f"wrote {options.write}; train without these: data.exclude={options.write}", flush=True)
     return 1
-
-
-def _check_writable(file: Path) -> None:
-    """Before hours of work.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    is_new = not file.exists()
-    try:
-        file.open("ab").close()
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise InputError(f"--write: {file} cannot be written ({error.strerror}); give another file") from None
 
 
 def check(source: Source, data: DataSpec) -> Findings:

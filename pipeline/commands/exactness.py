@@ -2,11 +2,10 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import get_args
 
 from pipeline import exactness
-from pipeline.arguments import numbers, refuse_fewer, some_of
+from pipeline.arguments import numbers, refuse_fewer, some_of, writable_file
 from pipeline.config import LossSection, OptimizerSection
 from pipeline.launching import run_again_with_workers
 
@@ -24,7 +23,7 @@ def run(args: list[str]) -> int:
     }
     for name, names in known.items():
         parser.add_argument(f"--{name}", type=some_of(names), default=getattr(defaults, name), metavar="NAME,...")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to a file")
+    parser.add_argument("--write", type=writable_file, metavar="FILE", help="also write the table to a file")
     options = parser.parse_args(args)
     refuse_fewer(options, workers=1, steps=1)
     sizes = tuple(sorted({1, *options.workers}))

@@ -1,11 +1,10 @@
 """`faults`: break runs in the ways clusters do, and print what came of it; exit 1 if any result is wrong."""
 
 import argparse
-from pathlib import Path
 
 from dali.errors import InputError
 from pipeline import faults
-from pipeline.arguments import refuse_fewer
+from pipeline.arguments import refuse_fewer, writable_file
 from pipeline.fault_kinds import FAULTS
 
 
@@ -14,7 +13,7 @@ def run(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run.sh faults", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="FAULT", help=f"default: all. {'; '.join(FAULTS)}")
     parser.add_argument("--times", type=int, default=1, metavar="N", help="with N different seeds each")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to a file")
+    parser.add_argument("--write", type=writable_file, metavar="FILE", help="also write the table to a file")
     options = parser.parse_args(args)
     refuse_fewer(options, times=1)
     unknown = [name for name in options.names if name not in FAULTS]

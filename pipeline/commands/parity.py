@@ -9,6 +9,7 @@ from PIL import Image
 from dali.errors import InputError
 from dali.sources import open_source
 from pipeline import config, parity
+from pipeline.arguments import writable_folder
 from pipeline.differences import table
 from pipeline.progress import report
 
@@ -20,7 +21,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override single keys of the config")
     parser.add_argument("--draws", type=int, default=24, metavar="N", help="of both views of an image (24)")
     parser.add_argument("--images", type=int, default=8, metavar="N", help="of the config's images (8)")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write parity.md and parity.png there")
+    parser.add_argument("--write", type=writable_folder, metavar="FOLDER", help="write parity.md and parity.png there")
     options = parser.parse_intermixed_args(args)
     for name in ("draws", "images"):
         if getattr(options, name) < 1:
@@ -37,7 +38,6 @@ def run(args: list[str]) -> int:
     text = table(rows)
     print(text, flush=True)
     if options.write:
-        options.write.mkdir(parents=True, exist_ok=True)
         (options.write / "parity.md").write_text(text + "\n")
         Image.fromarray(parity.sheet(pictures, spec, channels)).save(options.write / "parity.png")
         print(f"wrote {options.write}/parity.md and parity.png", flush=True)

@@ -39,6 +39,10 @@ CASES = {
     "negative": (["train.global_batch=-2"], "train.global_batch: -2 is refused"),
     "unwritable output": (["output=/proc/nowhere"], "output: /proc/nowhere cannot be written"),
     "more workers than samples": (["-np", "4"], "train.global_batch: 3 is fewer than the 4 workers"),
+    "more workers than samples at a time": (
+        ["-np", "2", "train.micro_batches=3"],
+        "train.global_batch / train.micro_batches: 1 is fewer than the 2 workers",
+    ),
     "no worker": (["-np", "0"], "-np 0: at least one worker is needed"),
     "more workers than slots": (["-np", "3", "-H", "a:1,b:1"], "-np 3: the hosts have 2 slots"),
     "odd hosts": (["-H", "a:x"], "a:x: is not host:slots"),

@@ -3,7 +3,8 @@
 import pytest
 
 from dali.errors import InputError
-from pipeline.commands import bench, exactness, faults, parity
+from pipeline.arguments import writable_file, writable_folder
+from pipeline.commands import bench, check_data, exactness, faults, parity
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,21 @@ def test_what_is_no_number_or_name_is_refused(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
         exactness.run(words.split())
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(exactness, ""), (faults, ""), (parity, ""), (check_data, "nowhere"), (bench, "combine"), (bench, "elastic")],
+)
+def test_what_cannot_be_written_is_refused_before_hours_of_work(command, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--write: .*file/below cannot be written.* another"):
+        command.run([*words.split(), "--write", str(tmp_path / "file/below")])
+
+
+def test_a_place_to_write_to_is_left_as_it_was(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    assert writable_file(str(tmp_path / "old")).read_text() == "kept"
+    assert not writable_file(str(tmp_path / "new")).exists()
+    assert list(writable_folder(str(tmp_path / "a/b")).iterdir()) == []
