@@ -60,6 +60,9 @@ class FolderSource(FileSource):
             self.labels = np.array([number[name.split(b"/", 1)[0]] for name in self._names], np.int64)
             self.classes = [os.fsdecode(name) for name in folders]
 
+    def unlabelled(self) -> str:
+        return os.fsdecode(next(name for name in self._names if b"/" not in name))
+
     def forget(self) -> None:
         _kept_list(self._root).unlink(missing_ok=True)
 

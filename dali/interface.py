@@ -26,7 +26,7 @@ class Source(Protocol):
     """A list of images, the same on every host.
 
     Attributes:
-        labels: (N,) class of each image, or None where there are none.
+        labels: (N,) class of each image, or None where some have none.
         classes: name of each class, or None. Test images have their training images' classes.
         digest: hex digest of the list: equal if and only if the images are taken to be the same.
         encoded: whether images are files to decode (JPEG, PNG, ...) or arrays.
@@ -54,6 +54,9 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """What to call an image in a message, and in a list of images to exclude."""
 
+    def unlabelled(self) -> str:
+        """The name of the first image without a label, if `labels` is None."""
+
     def read(self, index: int) -> NDArray[np.uint8]:
         """The encoded bytes (length,) or the pixels (H, W, C) of an image."""
 
@@ -78,6 +81,12 @@ class _Settings:
     excluded = 0
     max_pixels = MAX_PIXELS
     on_bad: Literal["fail", "skip"] = "fail"
+
+    def name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def unlabelled(self) -> str:
+        return self.name(0)
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -230,6 +239,10 @@ class Part(_Settings):
     def name(self, index: int) -> str:
         owner = self._owners[index]
         return self._prefixes[owner] + self._parts[owner].name(self._places[index])
+
+    def unlabelled(self) -> str:
+        pairs = zip(self._prefixes, self._parts, strict=True)
+        return next(prefix + part.unlabelled() for prefix, part in pairs if part.labels is None)
 
     def read(self, index: int) -> NDArray[np.uint8]:
         return self._parts[self._owners[index]].read(self._places[index])

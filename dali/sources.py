@@ -25,7 +25,17 @@ from dali.packed import (
 from dali.shards import ShardSource, shards_in
 from dali.spec import DataSpec
 
-__all__ = ["ArraySource", "FolderSource", "ListSource", "ShardSource", "Source", "has_test_split", "open_source"]
+__all__ = [
+    "ArraySource",
+    "FolderSource",
+    "ListSource",
+    "ShardSource",
+    "Source",
+    "has_test_split",
+    "open_source",
+    "open_test",
+    "without_labels",
+]
 
 WITH_TEST_SPLIT = ("idx", "cifar")
 TEST = "test:"  # before the name of a test image in an exclude list
@@ -84,6 +94,30 @@ def has_test_split(spec: DataSpec) -> bool:
             or bool(spec.paths)
             and all(_kind(path, spec) in WITH_TEST_SPLIT for path in spec.paths)
         )
+
+
+def open_test(spec: DataSpec, source: Source, report: Report = silent) -> Source | None:
+    """The labelled test images beside these training images, or None where there are none.
+
+    Raises:
+        InputError: the training images have no labels, or other classes than the test images.
+    """
+    if not has_test_split(spec):
+        return None
+    if source.labels is None:
+        raise InputError(f"{without_labels(spec, source)} to judge test images by; write data.test_path=null")
+    test = open_source(spec, "test", report, classes=source.classes)
+    if test.labels is None or test.classes != source.classes:
+        raise InputError(
+            f"data.test_path: {', '.join(spec.test_paths or spec.paths)} has other classes than the training images "
+            f"({len(test.classes or [])} against {len(source.classes or [])}); give the same class folders"
+        )
+    return test
+
+
+def without_labels(spec: DataSpec, source: Source) -> str:
+    """How a message about training images without labels begins."""
+    return f"data.path: {', '.join(spec.paths)} has no labels ({source.unlabelled()} has no class)"
 
 
 def _open(path: str, kind: str, split: Split, key: str, report: Report) -> Source:

@@ -181,7 +181,6 @@ class _Job(State):
             world = workers.place()
             device = workers.choose_device(self.config.device, world.local_rank, world.local_size)
             source, plan = pretraining.check(self.config)
-            pretraining.open_test(self.config, source)
             self.run = pretraining.build(self.config, world, device, source, plan)
         run = self.run
         known = {

@@ -14,7 +14,7 @@ import torch
 from dali.errors import InputError
 from dali.interface import Report, silent
 from dali.order import steps_per_epoch
-from dali.sources import Source, open_source
+from dali.sources import Source, open_source, open_test, without_labels
 from dali.subset import Subset, choose, list_bytes
 from pipeline import checkpoint, knn, linear_heads, watchdog, workers
 from pipeline.config import ClassifierSection, Config
@@ -27,7 +27,6 @@ from pipeline.pretraining import (
     facts,
     load_weights,
     mark_failed,
-    open_test,
     placed,
     set_up_torch,
     wanted_autocast,
@@ -87,8 +86,8 @@ def check(config: Config, verb: str, report: Report = silent) -> tuple[Source, S
         raise InputError(f"model.weights: {weights} is not a file; give the backbone.pth of a run")
     source = open_source(config.data, "train", report)
     if source.labels is None:
-        raise InputError(f"data.path: {', '.join(config.data.paths)} has no labels; {verb} needs labelled images")
-    test = open_test(config, source) or open_source(config.data, "test", report)
+        raise InputError(f"{without_labels(config.data, source)}; {verb} needs all training images labelled")
+    test = open_test(config.data, source, report) or open_source(config.data, "test", report)
     section = section_of(config, verb)
     if section is not None:
         key = f"{verb}.labels"

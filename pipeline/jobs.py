@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dali.errors import InputError
 from dali.order import steps_per_epoch
-from dali.sources import open_source
+from dali.sources import open_source, open_test
 from pipeline.config import Config, load
 from pipeline.file_systems import check_output
 from pipeline.progress import report
@@ -63,6 +63,7 @@ def check_without_torch(config: Config) -> None:
     """
     source = open_source(config.data, "train", report)
     steps_per_epoch(len(source), config.train.global_batch)
+    open_test(config.data, source, report)
     check_output(config.output_path)
 
 

@@ -23,7 +23,7 @@ from dali.errors import InputError
 from dali.interface import Report, silent
 from dali.loader import Batch
 from dali.order import worker_indices, worker_positions
-from dali.sources import Source, has_test_split, open_source
+from dali.sources import Source, open_source, open_test
 from pipeline import (
     checkpoint,
     diagnostics,
@@ -64,6 +64,7 @@ def check(config: Config, report: Report = silent) -> tuple[Source, Plan]:
     """
     source = open_source(config.data, "train", report)
     plan = make_plan(config, len(source), source.excluded)
+    open_test(config.data, source, report)
     with torch.device("meta"):
         build_model(config.model, config.data.channels, config.views.size, config.seed)
     check_output(config.output_path)
@@ -352,7 +353,7 @@ def take_up(run: Run) -> Duties:
     """What is due besides training; rank 0 begins an attempt of the run's record."""
     config = run.config
     with workers.together():
-        test = open_test(config, run.source)
+        test = open_test(config.data, run.source)
     tracker = None
     if run.world.rank == 0:
         print(describe(config, run.plan, run.world.size, str(run.device), run.threads), flush=True)
@@ -477,24 +478,6 @@ def mark_failed(tracker: Tracker | None, config: Config, error: BaseException) -
         tracker.end("FAILED", f"another worker was lost, without a word: {error!r}")
     else:
         tracker.end("FAILED", repr(error), rank=0)
-
-
-def open_test(config: Config, source: Source) -> Source | None:
-    """The labelled test split, or None where the config names none or the training images have no labels.
-
-    Raises:
-        InputError: its classes are not those of the training images.
-    """
-    if source.labels is None or not has_test_split(config.data):
-        return None
-    test = open_source(config.data, "test", classes=source.classes)
-    if test.labels is None or test.classes != source.classes:
-        where = ", ".join(config.data.test_paths or config.data.paths)
-        raise InputError(
-            f"data.test_path: {where} has other classes than the training images "
-            f"({len(test.classes or [])} against {len(source.classes or [])}); give the same class folders"
-        )
-    return test
 
 
 def facts(run: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,10 @@ CASES = {
     "unknown kind of file": (["data.path={tmp}/images/a/0.png"], "is not a folder and no file of a known kind"),
     "no data": (["data.path=''"], "data.path: is not set"),
     "fewer images than the batch": (["train.global_batch=8"], "3 images"),
+    "test images, but an image without a class": (
+        ["data.path={tmp}/mixed", "data.test_path={tmp}/images"],
+        "data.path: {tmp}/mixed has no labels (z.png has no class) to judge test images by; write",
+    ),
     "unknown backbone": (["model.backbone=resnet51"], "resnet51"),
     "no GPU": (["device=cuda"], "device: cuda, but no GPU is usable"),
     "misspelt key": (["train.epoch=3"], "train.epoch: unknown key; did you mean epochs?"),
@@ -54,6 +59,8 @@ CASES = {
 def test_a_mistake_ends_with_one_line_and_2(case, folder, capfd, monkeypatch):
     words, expected = CASES[case]
     (folder / "empty").mkdir()
+    shutil.copytree(folder / "images", folder / "mixed")
+    shutil.copyfile(folder / "images/a/0.png", folder / "mixed/z.png")
     output = folder / "output"
     words = [word.replace("{tmp}", str(folder)) for word in words]
     common = [f"data.path={folder}/images", "data.test_path=null", f"output={output}", "train.global_batch=3"]
@@ -73,7 +80,7 @@ EVALUATIONS = {
     "no labels": (
         "finetune",
         ["model.weights=none", "data.path={tmp}/images/a"],
-        "a has no labels; finetune needs labelled images",
+        "a has no labels (0.png has no class); finetune needs all training images labelled",
     ),
     "a batch of more than there is": (
         "probe",

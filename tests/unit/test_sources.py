@@ -13,7 +13,7 @@ from images import write_images
 from PIL import Image
 
 from dali.errors import InputError
-from dali.sources import ArraySource, FolderSource, has_test_split, open_source
+from dali.sources import ArraySource, FolderSource, has_test_split, open_source, open_test
 from dali.spec import DataSpec
 
 ALL = np.zeros(0, np.int64)
@@ -279,3 +279,17 @@ def test_test_images_of_folders(tmp_path):
     write_images(tmp_path, ["test/c/2.jpg"])
     with pytest.raises(InputError, match=r"data\.test_path: the class 'c' is not in .*train"):
         open_source(spec, "test")
+
+
+def test_test_images_need_labels_beside_them(tmp_path):
+    """The image that takes the labels from all is named, of joined folders too."""
+    write_images(tmp_path, ["a/x/1.jpg", "b/x/1.jpg", "b/stray.jpg", "test/x/2.jpg"])
+    labelled, both = str(tmp_path / "a"), [str(tmp_path / "a"), str(tmp_path / "b")]
+    found = {}
+    for name, paths in (("labelled", labelled), ("both", both)):
+        spec = DataSpec(path=paths, test_path=str(tmp_path / "test"))
+        found[name] = spec, open_source(spec, "train")
+    assert names(open_test(*found["labelled"])) == ["x/2.jpg"]
+    with pytest.raises(InputError, match=r"data\.path: .* has no labels \(.*/b/stray\.jpg has no class\)"):
+        open_test(*found["both"])
+    assert open_test(DataSpec(path=both), found["both"][1]) is None
