@@ -26,6 +26,11 @@ WITHOUT_EFFECT = {
     "probe": {"cached", "labels", "cached_rates", "held_out", "evaluate_every_epochs"},
     "finetune": {"labels", "evaluate_every_epochs"},
 }
+# What is done to the images, and in which precision
+PREPARING = [f"views.{key}" for key in ("size", "test_crop", "antialias", "mean", "std")]
+PREPARING += ["precision.dtype", "precision.autocast"]
+# Of judgements that train on crops
+CROPPING = ["views.crop_area", "views.crop_ratio", "views.flip"]
 
 
 # --- Where the runs are ---------------------------------------------------------------------------------------------
@@ -170,14 +175,15 @@ def _list_named(file: str, run: RecordedRun) -> str:
 
 
 def _settings(run: RecordedRun) -> dict[str, str]:
-    """What makes two judgements comparable: recipe, image size, test images."""
-    prefix, without = f"{run.tags['verb']}.", WITHOUT_EFFECT[_kind(run)]
-    values = {key.removeprefix(prefix): value for key, value in run.params.items() if key.startswith(prefix)}
+    """What makes two judgements comparable: recipe, how images are prepared, test images."""
+    kind = _kind(run)
+    prefix, without = f"{run.tags['verb']}.", WITHOUT_EFFECT[kind]
+    shared = [*PREPARING, *(CROPPING if kind in ("probe", "finetune") else [])]
+    values = {key.rpartition(".")[2]: run.params.get(key, "?") for key in shared}
+    own = {key.removeprefix(prefix): value for key, value in run.params.items() if key.startswith(prefix)}
+    values |= {key: value for key, value in own.items() if (key, value) != ("crop_area", "None")}
     where = run.params["data.test_path"] if run.params["data.test_path"] != "None" else run.params["data.path"]
-    of = {
-        "test": f"{'/'.join(Path(where).parts[-2:])} {run.tags.get('test_digest', '')[:8]}",
-        "size": run.params["views.size"],
-    }
+    of = {"test": f"{'/'.join(Path(where).parts[-2:])} {run.tags.get('test_digest', '')[:8]}"}
     return {key: value for key, value in values.items() if key not in without} | of
 
 

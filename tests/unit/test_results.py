@@ -9,7 +9,8 @@ import pytest
 from dali.errors import InputError
 from pipeline import results, results_page
 from pipeline.commands import results as command
-from pipeline.config import Config
+from pipeline.config import Config, load
+from pipeline.mlflow_store import flatten
 from pipeline.tracking import Tracker
 
 UNFINISHED = "Left out, as it is not finished: "
@@ -127,6 +128,31 @@ def test_lists_of_labels_are_told_apart_by_what_is_in_them():
     assert title("a/labels.txt", "aaaa1111bb") == "fine-tuned, labels.txt aaaa1111"
     assert title("a/labels.txt", "aaaa1111bb") == title("elsewhere/labels.txt", "aaaa1111bb")
     assert title("b/labels.txt", "cccc2222dd") != title("a/labels.txt", "aaaa1111bb")
+
+
+@pytest.mark.parametrize(
+    ("verb", "word", "differs"),
+    [
+        ("knn", "views.mean=[0.5,0.5,0.5]", True),
+        ("knn", "views.test_crop=0.5", True),
+        ("probe", "precision.autocast=bf16", True),
+        ("finetune", "views.flip=0", True),
+        ("finetune", "views.crop_area=[0.5,1]", True),
+        ("probe", "probe.crop_area=[0.5,1]", True),
+        ("knn", "views.flip=0", False),
+        ("knn", "views.crop_area=[0.5,1]", False),
+        ("knn", "probe.crop_area=[0.5,1]", False),
+        ("finetune", "finetune.evaluate_every_epochs=7", False),
+        ("finetune", "views.grey=0", False),
+    ],
+)
+def test_judgements_of_images_prepared_otherwise_are_told_apart(verb, word, differs):
+    def settings(*words):
+        values = load(None, ["train.epochs=20", "probe.crop_area=null", "finetune.crop_area=null", *words])
+        params = flatten(values.model_dump(mode="json"))
+        return results._settings(SimpleNamespace(tags={"verb": verb}, params=params))
+
+    assert (settings(word) != settings()) == differs
 
 
 def test_what_is_left_out_is_said(page):
