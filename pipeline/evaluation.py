@@ -21,6 +21,7 @@ from pipeline.config import ClassifierSection, Config
 from pipeline.features import Features, extract
 from pipeline.file_systems import check_output
 from pipeline.model import Backbone, build_seeded_backbone
+from pipeline.plan import describe_workers
 from pipeline.pretraining import (
     check_output_is_shared,
     check_same_list,
@@ -117,7 +118,9 @@ def resumable(config: Config, verb: str) -> bool:
     return verb == "finetune" or (verb == "probe" and not config.probe.cached)
 
 
-def describe(config: Config, verb: str, source: Source, test: Source, size: int, device: str, threads: int) -> str:
+def describe(
+    config: Config, verb: str, source: Source, test: Source, size: int, device: str, threads: int | None
+) -> str:
     """The block printed at the start and by --dry-run."""
     section = section_of(config, verb)
     rows = [
@@ -126,7 +129,7 @@ def describe(config: Config, verb: str, source: Source, test: Source, size: int,
         ("model", f"{config.model.backbone}, {config.model.stem} stem, {config.data.channels} channel(s)"),
         ("labels", f"{len(source):,} training images, {len(test.classes or [])} classes"),
         ("test", f"{len(test):,} images, {config.views.size} px"),
-        ("workers", f"{size} on {device}, {threads} thread{'s' * (threads > 1)} each"),
+        ("workers", describe_workers(size, device, threads)),
     ]
     if section is None:
         rows.append(("neighbours", f"k {config.knn.k}, temperature {config.knn.temperature:g}"))

@@ -67,7 +67,7 @@ def check_without_torch(config: Config) -> None:
     check_output(config.output_path)
 
 
-def described(verb: str, config: Config, count: int, device: str, threads: int) -> str:
+def described(verb: str, config: Config, count: int, device: str, threads: int | None) -> str:
     """Check everything that needs no worker, and say what the config means.
 
     Raises:

@@ -295,7 +295,7 @@ def _described(options: argparse.Namespace, config: Config, count: int, here: bo
     from pipeline.workers import choose_device
 
     device = choose_device(config.device, 0, count) if here else config.device
-    threads = config.data.threads or threads_per_worker(count)
+    threads = config.data.threads or (threads_per_worker(count) if here else None)
     return jobs.described(options.verb, config, count, str(device), threads)
 
 

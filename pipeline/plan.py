@@ -54,7 +54,13 @@ def make_plan(config: Config, num_samples: int, num_excluded: int = 0) -> Plan:
     )
 
 
-def describe(config: Config, plan: Plan, size: int, device: str, threads: int) -> str:
+def describe_workers(size: int, device: str, threads: int | None) -> str:
+    """`threads` of each worker; None: not known here, as it is their hosts' cores that they share."""
+    each = "the cores of each host shared out" if threads is None else f"{threads} thread{'s' * (threads > 1)} each"
+    return f"{size} on {device}, {each}"
+
+
+def describe(config: Config, plan: Plan, size: int, device: str, threads: int | None) -> str:
     """The block printed at the start and by --dry-run: everything whose misreading makes a recipe another one."""
     train, rates = config.train, effective_rates(config.optimizer, config.train.global_batch)
     local = [
@@ -69,7 +75,7 @@ def describe(config: Config, plan: Plan, size: int, device: str, threads: int) -
     excluded = "" if config.data.exclude is None else f", {plan.num_excluded:,} excluded"
     rows = [
         ("images", f"{plan.num_samples:,} in {', '.join(config.data.paths)}{excluded}"),
-        ("workers", f"{size} on {device}, {threads} thread{'s' * (threads > 1)} each"),
+        ("workers", describe_workers(size, device, threads)),
         ("batch", f"{train.global_batch} global, {reference} local, {train.micro_batches} micro-batches"),
         ("steps", f"{plan.total_steps:,} = {train.epochs:g} epochs x {plan.steps_per_epoch:,}"),
         ("warm-up", f"{plan.warmup_steps:,} steps, then cosine to {config.schedule.final_factor:g} of the rate"),

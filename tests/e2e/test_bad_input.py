@@ -179,6 +179,9 @@ def test_dry_run_shows_what_the_config_means_and_starts_nothing(folder, capfd):
         shown.append(capfd.readouterr().out)
     assert "lr_weights: 0.002" in shown[0] and "weights 0.002 -> 2.34375e-05" in shown[0]
     assert "3 global, 1-2 local" in shown[1]
+    for words, threads in (([], "the cores of each host shared out"), (["data.threads=3"], "3 threads each")):
+        main(["launch", QUICKSTART, *common, *words, "-np", "3", "-H", "a:2,b:1", "--dry-run", "device=cpu"])
+        assert f"3 on cpu, {threads}\n" in capfd.readouterr().out
 
     def without_workers(text):
         return [line for line in text.splitlines() if not line.strip().startswith(("workers", "batch"))]
