@@ -165,7 +165,10 @@ def _elastic_workers(options: argparse.Namespace, config: Config) -> int:
     fewest, most = options.min_np, options.max_np or options.np or options.min_np
     if not 1 <= fewest <= (options.np or fewest) <= most:
         raise InputError(f"--min-np {fewest}, -np {options.np or fewest}, --max-np {most}: must rise, from 1")
-    config.train.check_workers(most)
+    try:
+        config.train.check_workers(most)
+    except InputError as error:
+        raise InputError(f"--max-np {most}: {error}") from None
     script = options.host_discovery_script
     if script is not None and not os.access(script, os.X_OK):
         raise InputError(f"--host-discovery-script: {script} cannot be run; give an executable file (chmod +x)")

@@ -52,7 +52,7 @@ def test_a_run_gives_its_newest_checkpoint_not_what_it_started_from(run):
     assert trained.weights == str(checkpoint.path_of(run, 20)) and trained.folder == run
     training = trained.training
     assert (training.step, training.epochs, training.digest, training.num_samples) == (20, 5.0, "d1", 45)
-    assert (training.run_id, training.knn_accuracy) == ("abc", 77.5)
+    assert (training.verb, training.run_id, training.figures) == ("pretrain", "abc", {"knn_accuracy": 77.5})
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, capsys):
@@ -65,7 +65,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, capsys):
 def test_a_milestone_may_be_named(run):
     path = run / "checkpoints" / "milestones" / "step_00000020.pt"
     trained = open_trained(str(run), [f"model.weights={path}"])
-    assert trained.training.step == 20 and trained.training.knn_accuracy == 77.5
+    assert trained.training.step == 20 and trained.training.figures == {"knn_accuracy": 77.5}
 
 
 def test_other_weights_have_no_history_and_no_projector(run, tmp_path):
@@ -76,16 +76,23 @@ def test_other_weights_have_no_history_and_no_projector(run, tmp_path):
     assert value(trained) == float(next(model.backbone.parameters()).detach().flatten()[0])
 
 
-def test_a_classifier_s_checkpoint_gives_its_backbone_and_no_pretraining_s_history(run, tmp_path):
-    """Of `probe` and `finetune`: a head, and no projector."""
-    path = make(tmp_path / "tuned", 6, 0.75)
+def test_a_classifier_s_checkpoint_gives_its_backbone_and_its_own_history(run, tmp_path):
+    """Of `probe` and `finetune`: a head, and no projector; not taken for a pretraining."""
+    facts = {"digest": "d2", "shaping": {"verb": "finetune", "weights": "w1"}, "num_samples": 512}
+    path = make(tmp_path / "tuned", 6, 0.75, facts=facts)
     state = checkpoint.load(path)
     state["model"] = {key: t for key, t in state["model"].items() if not key.startswith("projector.")}
     state["model"] |= {"head.weight": torch.zeros(3, 256), "head.bias": torch.zeros(3)}
     checkpoint.save(tmp_path / "tuned", state, keep=9, milestone=False)
     for where, more in ((tmp_path / "tuned", []), (run, [f"model.weights={path}"])):
         trained = open_trained(str(where), more)
-        assert value(trained) == 0.75 and trained.training is None and not trained.has_projector
+        assert value(trained) == 0.75 and not trained.has_projector
+        training = trained.training
+        assert (training.verb, training.step, training.epochs) == ("finetune", 6, 3.0)  # of two batches of 256
+        assert (training.start_digest, training.digest, training.figures) == ("w1", "d2", {})
+    for step, expected in ((6, {"finetune_top1": 80.0}), (7, {})):  # of this checkpoint, or of a later one
+        (tmp_path / "tuned" / "summary.json").write_text(json.dumps({"verb": "finetune", "step": step, "top1": 80.0}))
+        assert open_trained(str(tmp_path / "tuned"), []).training.figures == expected
 
 
 def test_random_weights_come_by_name_and_follow_the_seed(run):
