@@ -82,10 +82,7 @@ class _Settings:
     max_pixels = MAX_PIXELS
     on_bad: Literal["fail", "skip"] = "fail"
 
-    def name(self, index: int) -> str:
-        raise NotImplementedError
-
-    def unlabelled(self) -> str:
+    def unlabelled(self: Source) -> str:
         return self.name(0)
 
     def forget(self) -> None:

@@ -11,7 +11,7 @@ def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, less what a quota takes away (a container's, a job's)."""
     cores = len(os.sched_getaffinity(0))
     quotas = [quota for folder in _groups() if (quota := _quota(folder)) is not None]
-    return max(1, min(cores, *map(int, quotas))) if quotas else cores
+    return max(1, min([cores, *quotas]))
 
 
 def _groups() -> set[Path]:
@@ -30,15 +30,15 @@ def _groups() -> set[Path]:
     return folders
 
 
-def _quota(folder: Path) -> float | None:
-    """Cores that a group may keep busy; None: as many as there are. `cpu.max` of version 2, two files of version 1."""
+def _quota(folder: Path) -> int | None:
+    """Whole cores that a group may use; None: as many as there are. `cpu.max` of version 2, two files of version 1."""
     try:
         version_2 = folder / "cpu.max"
         if version_2.exists():
             quota, period = version_2.read_text().split()
         else:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        return None if quota in ("max", "-1") else int(quota) / int(period)
+        return None if quota in ("max", "-1") else int(quota) // int(period)
     except (OSError, ValueError):
         return None
 

@@ -23,6 +23,7 @@ from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from dali.errors import InputError
+from dali.sources import open_test
 from pipeline import checkpoint, failures, pretraining, stopping, watchdog, workers
 from pipeline.config import Config
 from pipeline.lease import Lease
@@ -181,6 +182,7 @@ class _Job(State):
             world = workers.place()
             device = workers.choose_device(self.config.device, world.local_rank, world.local_size)
             source, plan = pretraining.check(self.config)
+            open_test(self.config.data, source)
             self.run = pretraining.build(self.config, world, device, source, plan)
         run = self.run
         known = {

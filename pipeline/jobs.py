@@ -77,7 +77,8 @@ def described(verb: str, config: Config, count: int, device: str, threads: int |
         from pipeline.plan import describe
         from pipeline.pretraining import check
 
-        _, plan = check(config, report)
+        source, plan = check(config, report)
+        open_test(config.data, source, report)
         return describe(config, plan, count, device, threads)
     from pipeline import evaluation
 

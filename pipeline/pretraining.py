@@ -64,7 +64,6 @@ def check(config: Config, report: Report = silent) -> tuple[Source, Plan]:
     """
     source = open_source(config.data, "train", report)
     plan = make_plan(config, len(source), source.excluded)
-    open_test(config.data, source, report)
     with torch.device("meta"):
         build_model(config.model, config.data.channels, config.views.size, config.seed)
     check_output(config.output_path)
