@@ -17,7 +17,7 @@ def usable_cores() -> int:
 def _groups() -> set[Path]:
     """The folders of this process's group and of those above it, which limit it too; those that are not shown here,
     as in a container, do not exist."""
-    folders = {CGROUPS, CGROUPS / "cpu"}
+    folders = {CGROUPS}
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:

@@ -73,6 +73,14 @@ def test_a_mistake_ends_with_one_line_and_2(case, folder, capfd, monkeypatch):
     assert not (output / "mlflow.db").exists() and not (output / "journal.jsonl").exists()
 
 
+@pytest.mark.parametrize("words", [[], ["--dry-run"], ["-H", "localhost:2"]])
+def test_test_images_are_looked_at_before_a_worker_starts(folder, words, capfd, monkeypatch):
+    monkeypatch.setattr("pipeline.launching.run_filtered", lambda *job: pytest.fail("workers were started"))
+    paths = [f"data.path={folder}/images", f"data.test_path={folder}/nowhere", f"output={folder}/output"]
+    assert main(["launch", QUICKSTART, *paths, "train.global_batch=3", "device=cpu", "-np", "2", *words]) == 2
+    assert f"error: data.test_path: {folder}/nowhere is not a folder" in capfd.readouterr().err
+
+
 EVALUATIONS = {
     "no weights": ("probe", [], "model.weights: is not set; write model.weights=FILE"),
     "weights that are not there": ("knn", ["model.weights={tmp}/no.pth"], "model.weights: {tmp}/no.pth is not a file"),

@@ -22,6 +22,7 @@ def test_workers_share_the_cores_of_their_host():
     ("own", "files", "usable"),
     [
         ("0::/\n", {"cpu.max": "300000 100000\n"}, 3),  # a container
+        ("", {"cpu.max": "300000 100000\n"}, 3),  # which does not show its groups
         ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
         ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
         ("0::/\n", {"cpu.max": "1600000 100000\n"}, 8),
